@@ -1,0 +1,17 @@
+"""One Python program that drives every GPU of a Slurm allocation, and trains on while parts of it fail.
+
+The layers, each of which imports only those below it:
+
+- ``cli``: the ``monarch-slurm`` command
+- ``train``: fault-tolerant training: replicas, Lighthouse, DiLoCo, failure injection, reports
+- ``job``: where hosts come from: local processes, Slurm
+- ``controller``: waiting for hosts, restart policy, journal
+- ``actor``: what users write: actors, endpoints, meshes, futures, ports, supervision
+- ``host``: the host agent, which spawns, watches and stops the procs of one host
+- ``wire``: frames, pickles, ZeroMQ sockets, keys
+- ``config``: settings of the process
+"""
+
+from monarch_slurm._version import __version__
+
+__all__ = ["__version__"]
