@@ -1,0 +1,105 @@
+"""What a training run is: sizes, data, schedule, synchronisation and deadlines."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The whole description of a run; every trainer gets the same one.
+
+    Attributes:
+        model: name of a configuration in `monarch_slurm.train.llama.CONFIGS`.
+        data: text file or folder of text files; None means the source of the Python standard library.
+        seq_len: tokens in a sequence.
+        batch_size: sequences in the batch of one trainer rank.
+        tokens: the run ends when the committed steps of all replicas have consumed this many tokens.
+        replicas: number of replica groups.
+        procs_per_replica: trainer procs in one replica; with more than one, parameters are sharded over them.
+        min_replicas: the smallest quorum that may train. One would let a lone replica start again from step 0.
+        sync_every: inner steps between two DiLoCo syncs.
+        lr: peak learning rate of AdamW.
+        min_lr_ratio: the cosine schedule ends at ``lr * min_lr_ratio``.
+        warmup: fraction of the token budget over which the learning rate rises from 0.
+        weight_decay: AdamW's decoupled weight decay.
+        grad_clip: largest norm of the gradient.
+        outer_lr: learning rate of the outer SGD with Nesterov momentum.
+        outer_momentum: its momentum.
+        eval_batches: batches of the held-out text behind each reported validation loss.
+        seed: seed of parameters, sampler and failure schedule.
+        threads: CPU threads of one trainer proc; 0 leaves it to torch.
+        heartbeat_timeout: seconds without a heartbeat after which the Lighthouse leaves a replica out.
+        heartbeat_interval: seconds between two heartbeats of a replica.
+        join_timeout: seconds that a quorum waits for a replica that heartbeats but does not ask.
+        collective_timeout: seconds after which a collective between replicas fails. A joining replica's
+            state transfer happens inside it.
+        quorum_timeout: seconds after which waiting for a quorum kills the trainer.
+        step_deadline: seconds that one inner step may take before the replica counts as hung.
+        sync_deadline: seconds that one sync may take before the replica counts as hung.
+        verify_state: hash the state on both sides of a transfer (sha256 over every tensor's bytes).
+    """
+
+    model: str = "debug"
+    data: str | None = None
+    seq_len: int = 128
+    batch_size: int = 4
+    tokens: int = 2_000_000
+    replicas: int = 4
+    procs_per_replica: int = 1
+    min_replicas: int = 2
+    sync_every: int = 20
+    lr: float = 2e-3
+    min_lr_ratio: float = 0.1
+    warmup: float = 0.05
+    weight_decay: float = 0.1
+    grad_clip: float = 1.0
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    eval_batches: int = 8
+    seed: int = 0
+    threads: int = 1
+    heartbeat_timeout: float = 0.5
+    heartbeat_interval: float = 0.05
+    join_timeout: float = 10.0
+    collective_timeout: float = 20.0
+    quorum_timeout: float = 600.0
+    step_deadline: float = 10.0
+    sync_deadline: float = 60.0
+    verify_state: bool = True
+
+    @property
+    def tokens_per_sync(self) -> int:
+        """Tokens that one participant adds with one committed sync."""
+        return self.sync_every * self.batch_size * self.procs_per_replica * self.seq_len
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, as ``report.json`` holds them."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one trainer rank stands, and how it reaches the others.
+
+    Attributes:
+        replica: index of the replica group, 0 to ``replicas - 1``.
+        rank: rank inside the replica.
+        world_size: ranks inside the replica.
+        generation: how often this replica was started before; events of older generations are stale.
+        lighthouse: ``http://host:port`` of the TorchFT Lighthouse.
+        address: IP address of the interface that this trainer binds and advertises, for every socket it opens.
+        store_port: port of the replica's TCPStore at ``store_address``; rank 0 serves it. 0 when the replica has one rank.
+        store_address: IP address of the replica's rank 0.
+    """
+
+    replica: int
+    rank: int
+    world_size: int
+    generation: int
+    lighthouse: str
+    address: str = "127.0.0.1"
+    store_port: int = 0
+    store_address: str = "127.0.0.1"
