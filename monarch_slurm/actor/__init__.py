@@ -1,1 +1,60 @@
-"""TBD."""
+"""What users write: actors with endpoints, spawned on meshes of procs, which are spawned on meshes of hosts.
+
+Source-compatible with Monarch's ``monarch.actor``. The map of this folder:
+
+- `shape`, `mesh_trait`, `value_mesh`: labelled ranks and values
+- `actor`, `endpoint`, `actor_mesh`, `proc_mesh`, `host_mesh`: what is written and called
+- `future`, `port`: what comes back
+- `context`: who is running
+- `cell`: a running actor; `runtime`: the actors of one process; `owned`, `replies`: who is told of failures
+- `client`, `proc_main`: the two kinds of processes
+"""
+
+from monarch_slurm.actor.actor import Actor
+from monarch_slurm.actor.actor_mesh import ActorMesh
+from monarch_slurm.actor.client import shutdown_context, unhandled_fault_hook
+from monarch_slurm.actor.context import Context, Instance, context, current_actor_name, current_rank, current_size
+from monarch_slurm.actor.endpoint import Accumulator, Endpoint, as_endpoint, concurrent_endpoint, endpoint, send
+from monarch_slurm.actor.errors import ActorError, MeshFailure, SupervisionError
+from monarch_slurm.actor.future import Future
+from monarch_slurm.actor.host_mesh import HostMesh, this_host, this_proc
+from monarch_slurm.actor.port import Channel, Port, PortReceiver
+from monarch_slurm.actor.proc_mesh import ProcMesh
+from monarch_slurm.actor.shape import Extent, NDSlice, Point, Shape, Slice
+from monarch_slurm.actor.value_mesh import ValueMesh
+
+__all__ = [
+    "Accumulator",
+    "Actor",
+    "ActorError",
+    "ActorMesh",
+    "Channel",
+    "Context",
+    "Endpoint",
+    "Extent",
+    "Future",
+    "HostMesh",
+    "Instance",
+    "MeshFailure",
+    "NDSlice",
+    "Point",
+    "Port",
+    "PortReceiver",
+    "ProcMesh",
+    "Shape",
+    "Slice",
+    "SupervisionError",
+    "ValueMesh",
+    "as_endpoint",
+    "concurrent_endpoint",
+    "context",
+    "current_actor_name",
+    "current_rank",
+    "current_size",
+    "endpoint",
+    "send",
+    "shutdown_context",
+    "this_host",
+    "this_proc",
+    "unhandled_fault_hook",
+]

@@ -1,1 +1,42 @@
-"""TBD."""
+"""Frames, pickles, ZeroMQ sockets and keys: how processes of one job talk. Knows nothing of hosts, procs or actors.
+
+- `frames`: messages and process addresses
+- `pickling`: values with out-of-band buffers
+- `loop`: the I/O loop
+- `link`: a socket with numbered messages
+- `sockets`: ipc in a private folder, tcp with CURVE, who may talk
+- `keys`: the job's keys and the file that hands them on
+- `liveness`: who has been silent for too long
+"""
+
+from monarch_slurm.wire.frames import AGENT, CONTROLLER, Address, Message, WireError
+from monarch_slurm.wire.keys import Invitation, JobKeys, KeyFileError, read_invitation, write_invitation
+from monarch_slurm.wire.link import Link, UnknownPeerError
+from monarch_slurm.wire.liveness import Liveness
+from monarch_slurm.wire.loop import Loop, Timer
+from monarch_slurm.wire.pickling import dumps, loads
+from monarch_slurm.wire.sockets import BindError, Gatekeeper, SocketPathError, make_runtime_dir
+
+__all__ = [
+    "AGENT",
+    "CONTROLLER",
+    "Address",
+    "BindError",
+    "Gatekeeper",
+    "Invitation",
+    "JobKeys",
+    "KeyFileError",
+    "Link",
+    "Liveness",
+    "Loop",
+    "Message",
+    "SocketPathError",
+    "Timer",
+    "UnknownPeerError",
+    "WireError",
+    "dumps",
+    "loads",
+    "make_runtime_dir",
+    "read_invitation",
+    "write_invitation",
+]

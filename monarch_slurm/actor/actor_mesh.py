@@ -1,0 +1,113 @@
+"""Actor meshes: what spawn returns, a reference that endpoints are called on."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Generic, TypeVar
+
+from monarch_slurm.actor.context import context
+from monarch_slurm.actor.endpoint import Endpoint, EndpointProperty, NotAnEndpoint, endpoints_of
+from monarch_slurm.actor.future import Future
+from monarch_slurm.actor.layout import ActorRef
+from monarch_slurm.actor.mesh_trait import MeshTrait
+from monarch_slurm.actor.shape import Shape
+from monarch_slurm.config import settings
+
+A = TypeVar("A")
+
+
+class ActorMesh(MeshTrait, Generic[A]):
+    """Actors of one class, one per proc. Its endpoints are attributes; slices share the actors. It can be pickled."""
+
+    def __init__(self, actor_class: type[A], ref: ActorRef, shape: Shape, ready: Future[bool] | None = None) -> None:
+        self._class = actor_class
+        self._ref = ref
+        self._mesh_shape = shape
+        self._ready = ready
+
+    @property
+    def _shape(self) -> Shape:
+        return self._mesh_shape
+
+    def _new_with_shape(self, shape: Shape) -> ActorMesh[A]:
+        return ActorMesh(self._class, self._ref, shape, self._ready)
+
+    @property
+    def _name_text(self) -> str:
+        return self._ref.name
+
+    @property
+    def _name(self) -> Future[str]:
+        """The mesh's unique name, which a `MeshFailure` has as ``mesh_name``."""
+        return Future._of(self._ref.mesh)
+
+    @property
+    def initialized(self) -> Future[bool]:
+        """Resolves when every actor's ``__init__`` is through; raises `SupervisionError` when one failed.
+
+        Raises:
+            RuntimeError: this is a reference that came from another process.
+        """
+        if self._ready is None:
+            raise RuntimeError("only the process that spawned a mesh can wait for its initialization")
+        return self._ready
+
+    def stop(self, reason: str = "stopped by client") -> Future[None]:
+        """Stop the actors once they have handled what was sent before; resolves when all have ended. Begins at once."""
+        runtime = context().actor_instance.runtime
+        future: Future[None] = Future._pending()
+        owned = runtime.owned.actors.get(self._ref.mesh)
+        if owned is not None:
+            owned.stopping = True
+        ndslice = self._shape.ndslice
+        missing = [len(ndslice)]
+
+        def ended(rank: int, why: str) -> None:
+            missing[0] -= 1
+            if missing[0] == 0:
+                future._resolve(lambda: None)
+
+        # No answer ever comes to this port: what is waited for is the news that each actor is no more.
+        ranks = list(enumerate(ndslice))
+        port = runtime.expect_from(self._ref, self._ref.layout, ranks, lambda *_: None, ended)
+        fields = {"op": "stop", "mesh": self._ref.mesh, "reason": reason, "port": port}
+        runtime.cast(self._ref.layout, ndslice, fields, [])
+        return future
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            attribute = inspect.getattr_static(self._class, name)
+        except AttributeError:
+            raise AttributeError(f"{self._class.__qualname__!r} has no endpoint or method {name!r}") from None
+        if isinstance(attribute, EndpointProperty):
+            return Endpoint(self, name, attribute._method, attribute._explicit_response_port)
+        if callable(attribute):
+            return NotAnEndpoint(self, name)
+        raise AttributeError(f"{name!r} of {self._class.__qualname__!r} lives in the actors; add an endpoint that returns it")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ActorMesh, (self._class, self._ref, self._mesh_shape)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{label}={size}" for label, size in self.sizes.items())
+        return f"ActorMesh(class={self._class}, shape={{{sizes}}}, name={self._ref.mesh!r})"
+
+
+def check_class(actor_class: type) -> None:
+    """Make sure that no endpoint hides a member of `ActorMesh`.
+
+    Raises:
+        ValueError: one does.
+    """
+    for name in endpoints_of(actor_class):
+        if hasattr(ActorMesh, name):
+            raise ValueError(
+                f"ActorMesh has an attribute that collides with an endpoint name: {name!r} of {actor_class.__qualname__}"
+            )
+
+
+def cleanup_seconds() -> float:
+    """Return how long a graceful stop of a process may take: its actors' cleanups and a little more."""
+    return settings().process_exit_timeout

@@ -1,0 +1,159 @@
+"""Who is running: the actor instance of the current thread or task, and the rank that its message was sent to."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from monarch_slurm.actor.errors import MeshFailure
+from monarch_slurm.actor.layout import ActorRef
+from monarch_slurm.actor.shape import Extent, Point
+from monarch_slurm.wire import Address
+
+if TYPE_CHECKING:
+    from monarch_slurm.actor.proc_mesh import ProcMesh
+    from monarch_slurm.actor.runtime import Runtime
+
+_NOWHERE = Point(0, Extent((), ()))
+
+
+class Body(Protocol):
+    """What runs an instance: a cell, or the client for the root."""
+
+    def supervise(self, failure: MeshFailure) -> None:
+        """Tell the owner that a mesh of its has failed. For any thread."""
+
+    def end(self, reason: str, failed: bool) -> None:
+        """Stop the instance, gracefully or as a failure. For any thread."""
+
+
+@dataclass(frozen=True)
+class CreatorInstance:
+    """The actor that spawned another, as the spawned one knows it."""
+
+    name: str
+    class_name: str
+    rank: Point
+    display: str
+    address: Address
+
+    def __repr__(self) -> str:
+        return self.display
+
+
+@dataclass(eq=False)
+class Instance:
+    """One running actor (or the client, ``<root>``): who it is, where, and what it owns.
+
+    Attributes:
+        name: name given at spawn; ``"root"`` for the client.
+        class_name: ``module.Class``.
+        rank: place in the mesh as it was spawned; it does not change with the slice a message is sent to.
+        creator: who spawned it; None for the client.
+        display: ``<root>.<module.Class name{...}>``, its place in the supervision tree.
+    """
+
+    runtime: Runtime
+    body: Body
+    name: str
+    class_name: str
+    rank: Point
+    creator: CreatorInstance | None
+    display: str
+    ref: ActorRef | None
+    base_rank: int
+    _children: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """What names this instance inside its process: its actor mesh's id, or ``"root"``."""
+        return self.ref.mesh if self.ref else "root"
+
+    @property
+    def actor_id(self) -> str:
+        """Unique name of this actor: mesh, proc and host."""
+        return f"{self.key}@{self.runtime.address}"
+
+    @property
+    def proc_id(self) -> str:
+        """Unique name of the process that it runs in."""
+        return str(self.runtime.address)
+
+    @property
+    def proc(self) -> ProcMesh:
+        """The mesh of the one proc that it runs in."""
+        return self.runtime.proc_of(self)
+
+    @property
+    def proc_mesh(self) -> ProcMesh:
+        """The proc mesh that it was spawned on."""
+        return self.runtime.proc_mesh_of(self)
+
+    def as_creator(self) -> CreatorInstance:
+        """Return what a spawned actor gets to know of this one."""
+        return CreatorInstance(self.name, self.class_name, self.rank, self.display, self.runtime.address)
+
+    def stop(self, reason: str | None = None) -> None:
+        """Stop this actor once the messages that it has are handled; no failure."""
+        self.body.end(reason or "no reason provided", failed=False)
+
+    def kill(self, reason: str | None = None) -> None:
+        """End this actor as a failure that its owner is told of, with ``reason`` in the report."""
+        self.body.end(reason or "no reason provided", failed=True)
+
+    abort = kill
+
+    def __repr__(self) -> str:
+        return self.display
+
+    __str__ = __repr__
+
+
+@dataclass(frozen=True)
+class Context:
+    """The current actor and the rank that the current message was sent to."""
+
+    actor_instance: Instance
+    message_rank: Point
+
+
+_current: contextvars.ContextVar[Context | None] = contextvars.ContextVar("monarch_slurm_context", default=None)
+_boot_client: Callable[[], Instance] | None = None
+
+
+def set_context(context: Context) -> None:
+    """Make ``context`` the current one of this thread or task."""
+    _current.set(context)
+
+
+def set_client_boot(boot: Callable[[], Instance] | None) -> None:
+    """Say how the root instance is made when code outside of any actor asks for its context."""
+    global _boot_client
+    _boot_client = boot
+
+
+def context() -> Context:
+    """Return the context of the running actor; outside of any, that of the client, which starts with the first call."""
+    current = _current.get()
+    if current is None:
+        if _boot_client is None:
+            raise RuntimeError("this thread belongs to no actor; pass what you need from the endpoint that started it")
+        current = Context(_boot_client(), _NOWHERE)
+    return current
+
+
+def current_rank() -> Point:
+    """Return the place of this actor in the mesh slice that the current message was sent to."""
+    return context().message_rank
+
+
+def current_size() -> dict[str, int]:
+    """Return the sizes of the mesh slice that the current message was sent to."""
+    return dict(context().message_rank.extent)
+
+
+def current_actor_name() -> str:
+    """Return the unique name of the current actor."""
+    return context().actor_instance.actor_id

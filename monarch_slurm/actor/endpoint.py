@@ -1,0 +1,341 @@
+"""Endpoints: methods of actors that can be called from elsewhere, and the ways to call them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
+
+from monarch_slurm.actor.context import context
+from monarch_slurm.actor.errors import ActorError, SupervisionError
+from monarch_slurm.actor.future import Future
+from monarch_slurm.actor.replies import VALUE
+from monarch_slurm.actor.value_mesh import ValueMesh
+from monarch_slurm.wire import dumps, loads
+
+if TYPE_CHECKING:
+    from monarch_slurm.actor.actor_mesh import ActorMesh
+    from monarch_slurm.actor.port import Port
+    from monarch_slurm.actor.runtime import PortAddress, Runtime
+
+R = TypeVar("R")
+A = TypeVar("A")
+
+PLAIN_METHOD, EXPLICIT_PORT = 1, 2
+"""Flags of a call through `as_endpoint`: the method has no decorator; it takes a response port."""
+
+
+class EndpointProperty:
+    """What `endpoint` makes of a method: on a spawned mesh the attribute is an `Endpoint`."""
+
+    def __init__(
+        self,
+        method: Callable[..., Any],
+        propagate: Any = None,
+        explicit_response_port: bool = False,
+        instrument: bool = True,
+        concurrent: bool = False,
+    ) -> None:
+        self._method = method
+        self._propagator = propagate
+        self._explicit_response_port = explicit_response_port
+        self._instrument = instrument
+        self._concurrent = concurrent
+        functools.update_wrapper(self, method)
+
+    def __get__(self, instance: object, owner: type | None = None) -> EndpointProperty:
+        return self
+
+
+@overload
+def endpoint(method: Callable[..., Any]) -> Any: ...
+@overload
+def endpoint(*, propagate: Any = None, explicit_response_port: bool = False, instrument: bool = True) -> Any: ...
+def endpoint(
+    method: Callable[..., Any] | None = None,
+    *,
+    propagate: Any = None,
+    explicit_response_port: bool = False,
+    instrument: bool = True,
+) -> Any:
+    """Make a method callable from other processes. All endpoints of a class are ``def``, or all are ``async def``.
+
+    Args:
+        propagate: accepted for compatibility; used by distributed tensors only.
+        explicit_response_port: the method gets a `Port` as first argument after ``self`` and answers through it, later and from any
+            thread if it likes; its return value is ignored.
+        instrument: accepted for compatibility.
+    """
+    if method is None:
+        return lambda method: EndpointProperty(method, propagate, explicit_response_port, instrument)
+    return EndpointProperty(method, propagate, explicit_response_port, instrument)
+
+
+def concurrent_endpoint(
+    method: Callable[..., Any] | None = None,
+    *,
+    propagate: Any = None,
+    explicit_response_port: bool = False,
+    instrument: bool = True,
+) -> Any:
+    """Like `endpoint`, for ``async def`` methods whose calls may overlap: the next message is taken while this one awaits.
+
+    Raises:
+        ValueError: the method is not async, or is an endpoint already.
+    """
+
+    def wrap(method: Callable[..., Any]) -> EndpointProperty:
+        if isinstance(method, EndpointProperty):
+            raise ValueError("concurrent_endpoint does not wrap @endpoint: use it alone")
+        if not inspect.iscoroutinefunction(method):
+            raise ValueError("concurrent_endpoint can only wrap async endpoints")
+        return EndpointProperty(method, propagate, explicit_response_port, instrument, concurrent=True)
+
+    return wrap if method is None else wrap(method)
+
+
+def endpoints_of(actor_class: type) -> dict[str, EndpointProperty]:
+    """Return the endpoints of a class and its bases by name."""
+    return {
+        name: attribute
+        for name in dir(actor_class)
+        if isinstance(attribute := inspect.getattr_static(actor_class, name), EndpointProperty)
+    }
+
+
+def uses_loop(actor_class: type) -> bool:
+    """Return whether the actors of a class run on an event loop.
+
+    Raises:
+        ValueError: it mixes async and sync endpoints, or its hooks do not fit its endpoints.
+    """
+    endpoints = endpoints_of(actor_class)
+    kinds = {name: inspect.iscoroutinefunction(found._method) for name, found in endpoints.items()}
+    if len(set(kinds.values())) > 1:
+        names = {kind: sorted(name for name, k in kinds.items() if k is kind) for kind in (True, False)}
+        raise ValueError(
+            f"{actor_class.__qualname__} mixes both async and sync endpoints; make all of them `async def` or none. "
+            f"async: {names[True]}, sync: {names[False]}"
+        )
+    asynchronous = any(kinds.values())
+    for hook in ("__cleanup__", "__supervise__", "_handle_undeliverable_message"):
+        method = getattr(actor_class, hook, None)
+        if method is None or getattr(method, "_monarch_doc_stub", False):
+            continue
+        hook_async = inspect.iscoroutinefunction(method)
+        if endpoints and not asynchronous and hook_async:
+            raise ValueError(f"{actor_class.__qualname__} has sync endpoints, so its {hook} cannot be async")
+        if asynchronous and not hook_async and hook == "__cleanup__":
+            raise ValueError(f"{actor_class.__qualname__} has async endpoints, so its {hook} must be async")
+    return asynchronous
+
+
+class NotAnEndpoint:
+    """A method of a spawned class that has no `endpoint` decorator; `as_endpoint` can still call it."""
+
+    def __init__(self, mesh: ActorMesh[Any], name: str) -> None:
+        self._mesh = mesh
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"Actor class {self._mesh._class.__qualname__!r}: {self._name} is not annotated as an endpoint. To call it as one, "
+            f"decorate it with @endpoint or use as_endpoint(mesh.{self._name})"
+        )
+
+
+class Endpoint(Generic[R]):
+    """An endpoint of a mesh, or of a slice of one. How it is called decides who gets the message and what comes back."""
+
+    def __init__(self, mesh: ActorMesh[Any], name: str, method: Callable[..., Any], explicit: bool, plain: int = 0) -> None:
+        self._mesh = mesh
+        self._name = name
+        self._explicit = explicit
+        self._plain = plain
+        self._signature = _signature(method)
+
+    def call(self, *args: Any, **kwargs: Any) -> Future[ValueMesh[R]]:
+        """Send to every actor; the result has one value per rank.
+
+        The future raises `ActorError` if an actor raised, `SupervisionError` if one cannot answer.
+
+        Raises:
+            TypeError: the arguments do not fit the method, or do not pickle.
+        """
+        shape = self._mesh._shape
+        extent_shape = shape.extent.region
+        count = len(shape)
+        future: Future[Any] = Future._pending()
+        values: list[Any] = [None] * count
+        missing = [count]
+
+        def arrived(rank: int, frames: Any) -> None:
+            values[rank] = frames
+            missing[0] -= 1
+            if missing[0] == 0:
+                future._resolve(lambda: ValueMesh(extent_shape, [loads(value) for value in values]))
+
+        self._send_expecting(args, kwargs, list(enumerate(shape.ndslice)), arrived, future._fail)
+        return future
+
+    def call_one(self, *args: Any, **kwargs: Any) -> Future[R]:
+        """Send to the only actor of the mesh and get its value.
+
+        Raises:
+            ValueError: the mesh has more actors than one.
+            TypeError: the arguments do not fit the method, or do not pickle.
+        """
+        count = len(self._mesh._shape)
+        if count != 1:
+            raise ValueError(f"call_one requires exactly 1 actor, but mesh has {count}")
+        return self._ask(self._mesh, args, kwargs)
+
+    def choose(self, *args: Any, **kwargs: Any) -> Future[R]:
+        """Send to one actor of the mesh, picked at random, and get its value."""
+        shape = self._mesh._shape
+        place = random.randrange(len(shape))  # noqa: S311 - load balance, no secret
+        return self._ask(self._mesh, args, kwargs, place)
+
+    def stream(self, *args: Any, **kwargs: Any) -> Iterator[Future[R]]:
+        """Send to every actor; return an iterator of futures in the order in which the answers arrive."""
+        shape = self._mesh._shape
+        futures: list[Future[Any]] = [Future._pending() for _ in range(len(shape))]
+        order = iter(futures)
+        self._send_expecting(
+            args,
+            kwargs,
+            list(enumerate(shape.ndslice)),
+            lambda rank, frames: next(order)._resolve(lambda: loads(frames)),
+            lambda error: next(order)._fail(error),
+        )
+        return iter(futures)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> None:
+        """Send to every actor and return at once. An exception there has nowhere to go, and ends that actor as a failure."""
+        self._send(args, kwargs, None)
+
+    def _ask(self, mesh: ActorMesh[Any], args: Any, kwargs: Any, place: int | None = None) -> Future[R]:
+        future: Future[Any] = Future._pending()
+        rank = place or 0
+        ranks = [(rank, mesh._shape.ndslice.get(rank))]
+        self._send_expecting(
+            args, kwargs, ranks, lambda _, frames: future._resolve(lambda: loads(frames)), future._fail, place is not None
+        )
+        return future
+
+    def _send_expecting(
+        self,
+        args: Any,
+        kwargs: Any,
+        ranks: list[tuple[int, int]],
+        on_value: Callable[[int, Any], None],
+        on_error: Callable[[BaseException], None],
+        chosen: bool = False,
+    ) -> None:
+        body = self._encode(args, kwargs)
+        runtime = context().actor_instance.runtime
+
+        def reply(rank: int, status: str, frames: Any) -> None:
+            if status == VALUE:
+                on_value(rank, frames)
+            else:
+                on_error(_remote_error(frames))
+
+        def lost(rank: int, reason: str) -> None:
+            on_error(SupervisionError(reason, f"{self._mesh._name_text}.{self._name}()"))
+
+        ref = self._mesh._ref
+        port = runtime.expect_from(ref, ref.layout, ranks, reply, lost)
+        self._cast(runtime, [base for _, base in ranks] if chosen else None, body, port)
+
+    def _send(self, args: Any, kwargs: Any, port: PortAddress | None, only: list[int] | None = None) -> None:
+        body = self._encode(args, kwargs)
+        self._cast(context().actor_instance.runtime, only, body, port)
+
+    def _encode(self, args: Any, kwargs: Any) -> list[Any]:
+        # The checked call has self, and the port where the endpoint asks for one.
+        self._signature.bind(None, *((None,) if self._explicit else ()), *args, **kwargs)
+        return dumps((args, kwargs))
+
+    def _cast(self, runtime: Runtime, only: list[int] | None, body: list[Any], port: PortAddress | None) -> None:
+        ref, ndslice = self._mesh._ref, self._mesh._shape.ndslice
+        fields = {
+            "op": "call",
+            "mesh": ref.mesh,
+            "method": self._name,
+            "port": port,
+            "view": [self._mesh._shape.labels, ndslice.offset, ndslice.sizes, ndslice.strides],
+            "plain": self._plain,
+        }
+        runtime.cast(ref.layout, only if only is not None else ndslice, fields, body)
+
+
+def _remote_error(frames: Any) -> BaseException:
+    error = loads(frames)
+    return error if isinstance(error, BaseException) else ActorError(RuntimeError(repr(error)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _signature(method: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(method)
+
+
+def as_endpoint(
+    not_an_endpoint: Any, *, propagate: Any = None, explicit_response_port: bool = False
+) -> Endpoint[Any]:
+    """Return an endpoint for a method of a spawned mesh that has no decorator.
+
+    Raises:
+        ValueError: ``not_an_endpoint`` is no method of a spawned mesh.
+    """
+    if not isinstance(not_an_endpoint, NotAnEndpoint):
+        raise ValueError("expected an method of a spawned actor")
+    mesh, name = not_an_endpoint._mesh, not_an_endpoint._name
+    method = inspect.getattr_static(mesh._class, name)
+    plain = PLAIN_METHOD | (EXPLICIT_PORT if explicit_response_port else 0)
+    return Endpoint(mesh, name, method, explicit_response_port, plain)
+
+
+def send(
+    endpoint: Endpoint[Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    port: Port[Any] | None = None,
+    selection: Literal["all", "choose"] = "all",
+) -> None:
+    """Send a message whose answers, one per actor, go to ``port``."""
+    shape = endpoint._mesh._shape
+    only = None if selection == "all" else [random.choice(shape.ranks())]  # noqa: S311 - load balance, no secret
+    endpoint._send(args, kwargs, port._port if port is not None else None, only)
+
+
+class Accumulator(Generic[R, A]):
+    """Folds the answers of a mesh in the order of arrival: ``combine(combine(identity, first), second)`` and so on."""
+
+    def __init__(self, endpoint: Endpoint[R], identity: A, combine: Callable[[A, R], A]) -> None:
+        self._endpoint = endpoint
+        self._identity = identity
+        self._combine = combine
+
+    def accumulate(self, *args: Any, **kwargs: Any) -> Future[A]:
+        """Send to every actor now; the fold runs when the future is first looked at."""
+        answers = list(self._endpoint.stream(*args, **kwargs))
+        total: Future[Any] = Future._pending()
+        missing = [len(answers)]
+
+        def fold() -> Any:
+            value: Any = self._identity
+            for answer in answers:
+                value = self._combine(value, answer.get())
+            return value
+
+        def one_arrived() -> None:
+            missing[0] -= 1
+            if missing[0] == 0:
+                total._resolve(fold)
+
+        for answer in answers:
+            answer._on_done(one_arrived)
+        return total

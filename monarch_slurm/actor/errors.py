@@ -1,0 +1,111 @@
+"""What callers and owners get to see when something fails."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+
+from monarch_slurm.errors import MonarchSlurmError
+
+MAX_TRACEBACK_CHARS = 64 * 1024
+"""A longer traceback (deep recursion) is cut in the middle."""
+
+
+class ActorError(MonarchSlurmError):
+    """An endpoint raised an exception; the actor lives on.
+
+    Attributes:
+        exception: the exception itself.
+        exception_formatted: its traceback with causes, as text.
+        message: which call failed.
+    """
+
+    def __init__(
+        self,
+        exception: BaseException,
+        message: str = "A remote actor call has failed.",
+        exception_formatted: str | None = None,
+    ) -> None:
+        self.exception = exception
+        self.message = message
+        self.exception_formatted = exception_formatted or format_exception(exception)
+        super().__init__(exception, message)
+
+    def __str__(self) -> str:
+        return f"{self.message}\n {self.exception_formatted}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ActorError, (self.exception, self.message, self.exception_formatted)
+
+
+class SupervisionError(MonarchSlurmError, RuntimeError):
+    """The actor that was called has failed or was stopped, its process has died, or its host is lost."""
+
+    def __init__(self, message: str, endpoint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.endpoint = endpoint
+
+    def __str__(self) -> str:
+        return f"Endpoint call {self.endpoint} failed, {self.message}" if self.endpoint else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return SupervisionError, (self.message, self.endpoint)
+
+
+class RemoteExceptionError(Exception):
+    """Stands for a remote exception that cannot be pickled; the text is what it printed."""
+
+
+@dataclass(frozen=True)
+class MeshFailure:
+    """A failure that a mesh's owner is told of, through ``__supervise__`` or `unhandled_fault_hook`.
+
+    Attributes:
+        mesh_name: name of the actor mesh or proc mesh (its ``_name``).
+        crashed_ranks: ranks in that mesh; empty when all of it failed.
+        event: what happened, for people.
+        exit: how the process ended (``"Killed(sig=9)"``), or None if it lives.
+        host: name of the host where it happened, if known.
+        pid: process id of the failed proc, 0 if unknown.
+        stderr_tail: last lines of the proc's stderr.
+        traceback: traceback of the Python exception that made an actor fail, or None.
+        detected_at: seconds since the epoch when it was seen.
+    """
+
+    mesh_name: str
+    crashed_ranks: tuple[int, ...]
+    event: str
+    exit: str | None = None
+    host: str | None = None
+    pid: int = 0
+    stderr_tail: tuple[str, ...] = ()
+    traceback: str | None = None
+    detected_at: float = 0.0
+
+    @property
+    def mesh(self) -> tuple[()]:
+        """Empty; the mesh is known by `mesh_name`."""
+        return ()
+
+    def report(self) -> str:
+        """Return the whole story for a person."""
+        return f"Supervision event: {self.event}"
+
+    def __str__(self) -> str:
+        return f"MeshFailure(mesh_name={self.mesh_name}, crashed_ranks={list(self.crashed_ranks)}, event={self.report()})"
+
+    __repr__ = __str__
+
+
+def format_exception(error: BaseException) -> str:
+    """Return the traceback of ``error`` with its causes, of bounded length."""
+    text = "".join(traceback.format_exception(error))
+    text = text.replace(
+        "Traceback (most recent call last):",
+        "Traceback of where the remote call failed (most recent call last):",
+    )
+    if len(text) > MAX_TRACEBACK_CHARS:
+        half = MAX_TRACEBACK_CHARS // 2
+        text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    return text

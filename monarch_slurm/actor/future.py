@@ -1,0 +1,184 @@
+"""Futures: results that are on their way, for threads and for asyncio alike."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import warnings
+from collections.abc import Callable, Generator
+from typing import Any, Generic, NoReturn, TypeVar
+
+R = TypeVar("R")
+
+_UNSET: Any = object()
+
+
+class Future(Generic[R]):
+    """The result of something that runs elsewhere. The work was started when the future was made; the future only waits.
+
+    A future can be waited for many times, by several threads and event loops; it always gives the same value or raises the
+    same exception. Dropping it does not stop the work.
+    """
+
+    def __init__(self) -> None:
+        raise TypeError("a Future comes from an endpoint call or another method of this package; it cannot be constructed")
+
+    _lock: threading.Lock
+    _decode_lock: threading.Lock
+    _thunk: Callable[[], R] | None
+    _error: BaseException | None
+    _value: Any
+    _done: bool
+    _waiters: list[Callable[[], None]]
+
+    @classmethod
+    def _pending(cls) -> Future[R]:
+        future: Future[R] = cls.__new__(cls)
+        future._lock = threading.Lock()
+        future._decode_lock = threading.Lock()
+        future._thunk = None
+        future._error = None
+        future._value = _UNSET
+        future._done = False
+        future._waiters = []
+        return future
+
+    @classmethod
+    def _of(cls, value: R) -> Future[R]:
+        future = cls._pending()
+        future._resolve(lambda: value)
+        return future
+
+    def _resolve(self, thunk: Callable[[], R]) -> None:
+        """Set the result; ``thunk`` makes the value, once, on the thread that first looks at it."""
+        self._finish(thunk, None)
+
+    def _fail(self, error: BaseException) -> None:
+        self._finish(None, error)
+
+    def _finish(self, thunk: Callable[[], R] | None, error: BaseException | None) -> None:
+        with self._lock:
+            if self._done:
+                return
+            self._thunk, self._error, self._done = thunk, error, True
+            waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            waiter()
+
+    def _on_done(self, waiter: Callable[[], None]) -> None:
+        """Call ``waiter`` when there is a result: now if it is there, else on the thread that brings it."""
+        with self._lock:
+            if not self._done:
+                self._waiters.append(waiter)
+                return
+        waiter()
+
+    def _outcome(self) -> R:
+        if self._value is _UNSET and self._error is None:
+            with self._decode_lock:
+                if self._value is _UNSET and self._error is None:
+                    assert self._thunk is not None
+                    try:
+                        self._value = self._thunk()
+                    except Exception as error:  # whatever the value's own unpickling raises is the result
+                        self._error = error
+                    self._thunk = None
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[no-any-return]
+
+    def get(self, timeout: float | None = None) -> R:
+        """Wait and return the value.
+
+        Args:
+            timeout: seconds; None waits for ever.
+
+        Raises:
+            TimeoutError: no result within ``timeout``; a later call may still get it.
+            ValueError: ``timeout`` is negative, infinite or not a number.
+        """
+        if timeout is not None and (math.isnan(timeout) or math.isinf(timeout) or timeout < 0):
+            raise ValueError(f"invalid timeout {timeout}: seconds, 0 or more, expected")
+        if not self._done:
+            _warn_in_loop()
+            arrived = threading.Lock()
+            arrived.acquire()
+            self._on_done(arrived.release)
+            if not arrived.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
+                raise TimeoutError
+        return self._outcome()
+
+    result = get
+
+    def exception(self, timeout: float | None = None) -> Exception | None:
+        """Wait and return the exception that `get` would raise, or None. A time-out is returned, too."""
+        try:
+            self.get(timeout)
+        except Exception as error:  # to return it is what this method is for
+            return error
+        return None
+
+    def as_asyncio(self) -> asyncio.Future[R]:
+        """Return a future of the running event loop with the same result; cancelling it cancels nothing else.
+
+        Raises:
+            RuntimeError: no event loop runs.
+        """
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise RuntimeError("as_asyncio() requires a running asyncio event loop.") from None
+        local: asyncio.Future[R] = loop.create_future()
+
+        def settle() -> None:
+            if local.done():
+                return
+            try:
+                local.set_result(self._outcome())
+            except StopIteration as error:
+                local.set_exception(RuntimeError(f"the remote call raised StopIteration: {error}"))
+            except Exception as error:  # handed on to whoever awaits
+                local.set_exception(error)
+
+        def tell_loop() -> None:
+            try:
+                loop.call_soon_threadsafe(settle)
+            except RuntimeError:
+                return  # that loop is closed; nobody can wait in it any more
+
+        self._on_done(tell_loop)
+        return local
+
+    def __await__(self) -> Generator[Any, None, R]:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            raise ValueError("__await__ with no active event loop: use .get() here") from None
+        if self._done:
+            return _immediately(self._outcome)
+        return self.as_asyncio().__await__()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Future belongs to the process that made it; send its value, or a Port, instead")
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._done else "failed" if self._error else "done"
+        return f"<Future {state}>"
+
+
+def _immediately(outcome: Callable[[], R]) -> Generator[Any, None, R]:
+    return outcome()
+    yield
+
+
+def _warn_in_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    warnings.warn(
+        "Future.get() was called from within an active event loop: it blocks every other task of the loop. Use `await` there.",
+        UserWarning,
+        stacklevel=3,
+    )

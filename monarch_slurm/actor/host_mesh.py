@@ -1,0 +1,197 @@
+"""Host meshes: machines that procs are spawned on."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from monarch_slurm.actor.context import context
+from monarch_slurm.actor.errors import SupervisionError
+from monarch_slurm.actor.future import Future
+from monarch_slurm.actor.layout import ProcLayout
+from monarch_slurm.actor.mesh_trait import MeshTrait
+from monarch_slurm.actor.owned import OwnedProcs
+from monarch_slurm.actor.proc_mesh import ProcMesh
+from monarch_slurm.actor.replies import VALUE
+from monarch_slurm.actor.shape import Shape, Slice
+from monarch_slurm.config import settings
+from monarch_slurm.wire import AGENT, Address, Message, dumps, loads
+
+PROC_ENTRY = "monarch_slurm.actor.proc_main:main"
+
+
+class HostMesh(MeshTrait):
+    """Hosts, each with an agent that spawns procs. Slices and pickled copies are references to the same hosts."""
+
+    def __init__(self, hosts: tuple[str, ...], shape: Shape, owned: bool) -> None:
+        self._hosts = hosts
+        self._mesh_shape = shape
+        self._owned = owned
+        self._ended = False
+
+    @classmethod
+    def _reference(cls, hosts: tuple[str, ...], shape: Shape) -> HostMesh:
+        return cls(hosts, shape, owned=False)
+
+    @property
+    def _shape(self) -> Shape:
+        return self._mesh_shape
+
+    def _new_with_shape(self, shape: Shape) -> HostMesh:
+        return HostMesh(self._hosts, shape, owned=False)
+
+    @property
+    def region(self) -> Shape:
+        """The hosts' ranks and labels."""
+        return self._mesh_shape
+
+    @property
+    def host_names(self) -> list[str]:
+        """Names of the hosts, in order of rank, as people know them."""
+        return [self._hosts[rank].partition("#")[0] for rank in self._shape.ndslice]
+
+    @property
+    def initialized(self) -> Future[bool]:
+        """Resolves to True: hosts are known to run when a mesh of them is made."""
+        return Future._of(True)
+
+    def spawn_procs(
+        self,
+        per_host: dict[str, int] | None = None,
+        bootstrap: Callable[[], Any] | None = None,
+        name: str | None = None,
+        proc_bind: list[dict[str, str]] | None = None,
+        env: dict[str, str | None] | None = None,
+    ) -> ProcMesh:
+        """Start procs and return their mesh, without waiting for them. The calling actor owns them.
+
+        Args:
+            per_host: labels and sizes of the new dimensions, behind those of the hosts; None starts one proc per host.
+            bootstrap: called in every proc before any actor is spawned on it, sync or async: to set variables before a GPU is used.
+            name: what the procs are called in logs and reports.
+            proc_bind: for each proc of a host, ``{"cpus": "0-3,8"}``: the CPUs it runs on.
+            env: environment variables of the procs; None as a value removes one.
+
+        Raises:
+            ValueError: labels that overlap, or a ``proc_bind`` of the wrong length.
+            TypeError: ``bootstrap`` does not pickle.
+            RuntimeError: the hosts have been shut down.
+        """
+        if self._ended:
+            raise RuntimeError("HostMesh has already been shut down")
+        per_host = dict(per_host or {})
+        overlap = set(per_host) & set(self._labels)
+        if overlap:
+            raise ValueError(f"per_host labels {list(per_host)} overlap with host labels {list(self._labels)}")
+        per = math.prod(per_host.values())
+        if per < 1:
+            raise ValueError(f"per_host sizes must be 1 or more: {per_host}")
+        if proc_bind is not None and len(proc_bind) != per:
+            raise ValueError(f"proc_bind length ({len(proc_bind)}) must equal procs_per_host ({per})")
+        body = dumps(bootstrap)
+        owner = context().actor_instance
+        runtime = owner.runtime
+        mesh = runtime.new_mesh_id(name or "anon")
+        hosts = tuple(self._hosts[rank] for rank in self._shape.ndslice)
+        layout = ProcLayout(mesh, hosts, per)
+        labels = [*self._labels, *per_host]
+        shape = Shape(labels, Slice.new_row_major([*self.extent.sizes, *per_host.values()]))
+        count = len(shape)
+        runtime.own_procs(OwnedProcs(layout, name or "anon", owner, set(range(count))))
+        ready: Future[bool] = Future._pending()
+        missing = [count]
+
+        def arrived(rank: int, status: str, frames: Any) -> None:
+            missing[0] -= 1
+            if status != VALUE:
+                ready._fail(loads(frames))
+            elif missing[0] == 0:
+                ready._resolve(lambda: True)
+
+        ranks = [(rank, rank) for rank in range(count)]
+        port = runtime.expect_from(
+            None, layout, ranks, arrived, lambda rank, reason: ready._fail(SupervisionError(reason))
+        )
+        for host, ranks_there in layout.by_host(range(count)).items():
+            fields = {
+                "mesh": mesh,
+                "entry": PROC_ENTRY,
+                "procs": [
+                    {"rank": rank, "env": {}, "cpus": _cpus(proc_bind[rank % per] if proc_bind else {})}
+                    for rank in ranks_there
+                ],
+                "env": {**_forwarded_env(), **(env or {})},
+                "sys_path": [path for path in sys.path if path],
+                "cwd": os.getcwd(),
+                "settings": asdict(settings()),
+                "start": {
+                    "layout": [mesh, list(hosts), per],
+                    "shape": [labels, shape.ndslice.sizes],
+                    "ready": port,
+                },
+            }
+            runtime.send(Message("spawn", Address(host, AGENT), runtime.address, fields, body))
+        return ProcMesh(layout, shape, name or "anon", ready, len(self._labels))
+
+    def shutdown(self) -> Future[None]:
+        """End the agents of these hosts with all their procs; the hosts cannot be used any more.
+
+        Raises:
+            RuntimeError: this mesh is a slice or came from elsewhere; only its maker may end the hosts.
+        """
+        if not self._owned:
+            raise RuntimeError("cannot shut down hosts through a slice of their mesh or one that was sent here")
+        self._ended = True
+        runtime = context().actor_instance.runtime
+        for host in self._hosts:
+            runtime.send(Message("shutdown", Address(host, AGENT), runtime.address))
+        return Future._of(None)
+
+    async def __aenter__(self) -> HostMesh:
+        if self._ended:
+            raise RuntimeError("HostMesh has already been shut down")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HostMesh._reference, (self._hosts, self._mesh_shape)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HostMesh) and (self._hosts, self._mesh_shape) == (other._hosts, other._mesh_shape)
+
+    def __hash__(self) -> int:
+        return hash((self._hosts, self._mesh_shape))
+
+    def __repr__(self) -> str:
+        return f"<HostMesh {self.extent} {', '.join(self.host_names[:8])}{'…' if len(self) > 8 else ''}>"
+
+
+def this_proc() -> ProcMesh:
+    """Return the proc that this code runs in, as a mesh of one."""
+    return context().actor_instance.proc
+
+
+def this_host() -> HostMesh:
+    """Return the host that this code runs on, as a mesh of one."""
+    instance = context().actor_instance
+    local = instance.runtime.local_host
+    return HostMesh((local,), Shape.unity(), owned=False)
+
+
+def _cpus(bind: dict[str, str]) -> list[int]:
+    cpus: list[int] = []
+    for part in filter(None, bind.get("cpus", "").split(",")):
+        first, _, last = part.partition("-")
+        cpus += range(int(first), int(last or first) + 1)
+    return cpus
+
+
+def _forwarded_env() -> dict[str, str | None]:
+    """The variables of this process that belong to a run rather than to a machine."""
+    return {name: value for name, value in os.environ.items() if name.startswith(("MONARCH_", "TORCHFT_"))}

@@ -1,0 +1,65 @@
+"""Which proc of a mesh is where. Small enough to travel in every reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from monarch_slurm.actor.shape import Shape
+from monarch_slurm.wire import CONTROLLER, Address
+
+
+@dataclass(frozen=True)
+class ProcLayout:
+    """The procs of one proc mesh, by rank in the mesh as it was spawned.
+
+    Attributes:
+        mesh: id of the proc mesh, unique in the job.
+        hosts: host ids; ``per_host`` consecutive ranks are on each.
+    """
+
+    mesh: str
+    hosts: tuple[str, ...]
+    per_host: int
+
+    def address(self, rank: int) -> Address:
+        """Return the address of the proc with base rank ``rank``."""
+        host = self.hosts[rank // self.per_host]
+        return CONTROLLER if host == CONTROLLER.host else Address(host, f"{self.mesh}.{rank}")
+
+    def by_host(self, ranks: Iterable[int]) -> dict[str, list[int]]:
+        """Group base ranks by the host they are on."""
+        groups: dict[str, list[int]] = {}
+        for rank in ranks:
+            groups.setdefault(self.hosts[rank // self.per_host], []).append(rank)
+        return groups
+
+
+@dataclass(frozen=True)
+class ActorRef:
+    """What a process must know to reach an actor mesh, and what it is called in reports.
+
+    Attributes:
+        mesh: id of the actor mesh, unique in the job.
+        name: name given at spawn.
+        layout: where its procs are.
+        shape: the ranks that it was spawned on.
+        display: ``<root>.<module.Class name{...}>`` chain of its owner, for reports.
+        class_name: ``module.Class``.
+    """
+
+    mesh: str
+    name: str
+    layout: ProcLayout
+    shape: Shape
+    display: str
+    class_name: str
+
+    def rank_of(self, base_rank: int) -> int:
+        """Return the rank in this mesh of the actor on the proc with ``base_rank``."""
+        return self.shape.ndslice.index(base_rank)
+
+    def describe(self, base_rank: int) -> str:
+        """Return what reports call the actor on the proc with ``base_rank``."""
+        point = self.shape.point(base_rank)
+        return f"{self.display}.<{self.class_name} {self.name}{point}>"

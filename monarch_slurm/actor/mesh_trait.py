@@ -1,0 +1,126 @@
+"""What all meshes can do: be sliced, split, flattened, renamed, measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from monarch_slurm.actor.shape import Extent, Shape, Slice
+
+
+class MeshTrait:
+    """Slicing and reshaping, for anything that has a `Shape`. Every method returns a view; nothing is copied or moved."""
+
+    @property
+    def _shape(self) -> Shape:
+        raise NotImplementedError
+
+    def _new_with_shape(self, shape: Shape) -> Any:
+        raise NotImplementedError
+
+    @property
+    def _ndslice(self) -> Slice:
+        return self._shape.ndslice
+
+    @property
+    def _labels(self) -> tuple[str, ...]:
+        return tuple(self._shape.labels)
+
+    def slice(self, **kwargs: int | slice) -> Any:  # type: ignore[valid-type]
+        """Return the part of the mesh at the given coordinates; an int drops its dimension, a slice keeps it.
+
+        Raises:
+            TypeError: there is no such dimension.
+            IndexError: an int is negative or too large.
+            ValueError: a slice selects nothing.
+        """
+        shape = self._shape
+        for label, part in kwargs.items():
+            shape = shape.at(label, part) if isinstance(part, int) else shape.select(label, part)  # type: ignore[arg-type]
+        return self._new_with_shape(shape)
+
+    def split(self, **kwargs: Any) -> Any:
+        """Split dimensions: ``split(host=("dp", "pp"), pp=16)`` makes ``dp`` and ``pp`` of ``host``; one size each may be left out.
+
+        Raises:
+            ValueError: sizes that do not divide the dimension, are missing or belong to no new dimension; doubled names.
+        """
+        splits = {label: names for label, names in kwargs.items() if not isinstance(names, int)}
+        given = {name: size for name, size in kwargs.items() if isinstance(size, int)}
+        extent = self._shape.extent
+        for label, names in splits.items():
+            if isinstance(names, str):
+                raise ValueError(f"expected a sequence of dimensions, but got {names!r} for {label!r}")
+            if label not in extent:
+                raise ValueError(f"there is no dimension {label!r}; there are {extent.labels}")
+        labels: list[str] = []
+        sizes: list[int] = []
+        strides: list[int] = []
+        used: set[str] = set()
+        for label, size, stride in zip(extent.labels, extent.sizes, self._ndslice.strides, strict=True):
+            names = splits.get(label, (label,))
+            parts = _sizes_of(label, size, names, {} if label not in splits else given)
+            used.update(name for name in names if label in splits)
+            for i, (name, part) in enumerate(zip(names, parts, strict=True)):
+                labels.append(name)
+                sizes.append(part)
+                strides.append(stride * math.prod(parts[i + 1 :]))
+        if len(set(labels)) != len(labels):
+            raise ValueError(f"duplicate dimensions in {labels}")
+        unused = set(given) - used
+        if unused:
+            raise ValueError(f"unused size constraints: {sorted(unused)}")
+        return self._new_with_shape(Shape(labels, Slice(offset=self._ndslice.offset, sizes=sizes, strides=strides)))
+
+    def flatten(self, name: str) -> Any:
+        """Return the mesh with one dimension ``name`` over all its ranks.
+
+        Raises:
+            ValueError: the ranks are not contiguous.
+        """
+        ndslice = self._ndslice
+        if not ndslice.dense:
+            raise ValueError(f"cannot flatten sparse mesh {ndslice!r}")
+        flat = Slice(offset=ndslice.offset, sizes=[len(ndslice)], strides=[1])
+        return self._new_with_shape(Shape([name], flat))
+
+    def rename(self, **kwargs: str) -> Any:
+        """Return the mesh with dimensions renamed, old name to new."""
+        return self.split(**{label: (name,) for label, name in kwargs.items()})
+
+    def size(self, dim: str | Sequence[str] | None = None) -> int:
+        """Return the number of elements along ``dim``, several dims, or all.
+
+        Raises:
+            KeyError: there is no such dimension.
+        """
+        extent = self._shape.extent
+        if dim is None:
+            return extent.nelements
+        if isinstance(dim, str):
+            return extent[dim]
+        return math.prod(extent[label] for label in dim)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each dimension."""
+        return dict(self._shape.extent)
+
+    @property
+    def extent(self) -> Extent:
+        """Labels and sizes."""
+        return self._shape.extent
+
+    def __len__(self) -> int:
+        return len(self._shape)
+
+
+def _sizes_of(label: str, size: int, names: Sequence[str], given: dict[str, int]) -> list[int]:
+    known = math.prod(given[name] for name in names if name in given)
+    missing = [name for name in names if name not in given]
+    if len(missing) > 1:
+        raise ValueError(f"cannot infer size of {missing} in the split of {label!r}: give all but one")
+    if size % known or (not missing and known != size):
+        raise ValueError(f"{label!r} of size {size} is not evenly divided by sizes {[given.get(n) for n in names]}")
+    return [given.get(name, size // known) for name in names]

@@ -1,0 +1,148 @@
+"""Ports and channels: a place to send values to, and the end where they come out."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+
+from monarch_slurm.actor.context import context
+from monarch_slurm.actor.future import Future
+from monarch_slurm.actor.replies import EXCEPTION, VALUE
+from monarch_slurm.wire import dumps, loads
+
+if TYPE_CHECKING:
+    from monarch_slurm.actor.runtime import PortAddress, Runtime
+
+R = TypeVar("R")
+
+
+class Port(Generic[R]):
+    """Where values are sent to. It can be pickled and used from any process of the job; one sender's values keep their order."""
+
+    def __init__(self) -> None:
+        raise TypeError("a Port comes from Channel.open() or an endpoint with an explicit response port")
+
+    _runtime: Runtime
+    _port: PortAddress | None
+    _rank: int
+    _once: bool
+    _used: bool
+
+    @classmethod
+    def _to(cls, runtime: Runtime, port: PortAddress | None, rank: int, once: bool = False) -> Port[Any]:
+        made: Port[Any] = cls.__new__(cls)
+        made._runtime, made._port, made._rank, made._once, made._used = runtime, port, rank, once, False
+        return made
+
+    def send(self, obj: R) -> None:
+        """Send ``obj``; returns at once.
+
+        Raises:
+            TypeError: it does not pickle.
+            RuntimeError: the port takes one value only and has been used.
+        """
+        self._post(VALUE, obj)
+
+    def exception(self, exc: Exception) -> None:
+        """Send an exception; the receiver's ``recv`` raises it."""
+        self._post(EXCEPTION, exc)
+
+    def _post(self, status: str, value: Any) -> None:
+        if self._once and self._used:
+            raise RuntimeError("OncePortRef already used")
+        frames = dumps(value)
+        self._used = True
+        if self._port is not None:
+            self._runtime.post(self._port, self._rank, status, frames)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebind, (self._port, self._rank, self._once)
+
+    def __repr__(self) -> str:
+        return f"<Port {self._port}>"
+
+
+def _rebind(port: PortAddress | None, rank: int, once: bool) -> Port[Any]:
+    return Port._to(context().actor_instance.runtime, port, rank, once)
+
+
+class PortReceiver(Generic[R]):
+    """Where the values of a channel come out, in the order of arrival."""
+
+    def __init__(self, runtime: Runtime, ranked: bool = False) -> None:
+        self._lock = threading.Lock()
+        self._values: deque[tuple[int, str, Any]] = deque()
+        self._waiting: deque[Future[Any]] = deque()
+        self._ranked = ranked
+        self._runtime = runtime
+        self._number = runtime.replies.open_channel(self._take)
+
+    def recv(self) -> Future[R]:
+        """Return a future of the next value."""
+        future: Future[Any] = Future._pending()
+        with self._lock:
+            if not self._values:
+                self._waiting.append(future)
+                return future
+            arrived = self._values.popleft()
+        self._settle(future, *arrived)
+        return future
+
+    def ranked(self) -> PortReceiver[tuple[int, R]]:
+        """Make `recv` give ``(rank, value)`` from here on; return this receiver."""
+        self._ranked = True
+        return self  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Take no more values."""
+        self._runtime.replies.close(self._number)
+
+    def _take(self, rank: int, status: str, frames: Any) -> None:
+        with self._lock:
+            if not self._waiting:
+                self._values.append((rank, status, frames))
+                return
+            future = self._waiting.popleft()
+        self._settle(future, rank, status, frames)
+
+    def _settle(self, future: Future[Any], rank: int, status: str, frames: Any) -> None:
+        def value() -> Any:
+            received = loads(frames)
+            if status == EXCEPTION:
+                raise received
+            if self._ranked:
+                if rank < 0:
+                    raise ValueError("this message has no rank")
+                return rank, received
+            return received
+
+        future._resolve(value)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a PortReceiver belongs to the process that opened it; send its Port instead")
+
+
+class Channel(Generic[R]):
+    """Makes connected pairs of `Port` and `PortReceiver`."""
+
+    @staticmethod
+    def open(once: bool = False) -> tuple[Port[Any], PortReceiver[Any]]:
+        """Return a port and the receiver of what is sent to it.
+
+        Args:
+            once: the port takes a single value.
+        """
+        return _open(once, ranked=False)
+
+    @staticmethod
+    def open_ranked(once: bool = False) -> tuple[Port[Any], PortReceiver[Any]]:
+        """Like `open`; the receiver gives ``(rank, value)``."""
+        return _open(once, ranked=True)
+
+
+def _open(once: bool, ranked: bool) -> tuple[Port[Any], PortReceiver[Any]]:
+    runtime = context().actor_instance.runtime
+    receiver: PortReceiver[Any] = PortReceiver(runtime, ranked)
+    port = Port._to(runtime, (*runtime.address, receiver._number), -1, once)
+    return port, receiver

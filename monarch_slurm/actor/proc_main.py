@@ -1,0 +1,104 @@
+"""What a proc runs: the I/O loop on the main thread, actors on threads of their own."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import signal
+import sys
+import time
+
+import zmq
+
+from monarch_slurm.actor.cell import make_cell
+from monarch_slurm.actor.context import set_client_boot
+from monarch_slurm.actor.errors import ActorError
+from monarch_slurm.actor.layout import ProcLayout
+from monarch_slurm.actor.proc_mesh import run_bootstrap
+from monarch_slurm.actor.replies import EXCEPTION, VALUE
+from monarch_slurm.actor.runtime import Runtime
+from monarch_slurm.actor.shape import Shape, Slice
+from monarch_slurm.config import clear_runtime_config, configure, settings
+from monarch_slurm.host.proc import ProcSpec
+from monarch_slurm.wire import AGENT, Address, Link, Loop, Message, WireError, dumps
+from monarch_slurm.wire.sockets import make_dealer
+
+logger = logging.getLogger(__name__)
+
+
+class _Proc:
+    def __init__(self, spec: ProcSpec) -> None:
+        self._spec = spec
+        self._loop = Loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        address = Address(spec.host, spec.proc)
+        dealer = make_dealer(self._context, spec.proc)
+        dealer.connect(f"ipc://{spec.agent_socket}")
+        self._link = Link(self._loop, dealer, lambda _, message: self._take(message), self._broken)
+        self._runtime = Runtime(address, spec.host_name, self._link.send, make_cell)
+        self._runtime.local_host = spec.host
+        self._exit_code = 0
+
+    def run(self) -> int:
+        self._link.send(Message("hello", Address(self._spec.host, AGENT), self._runtime.address))
+        self._loop.run()
+        # What actors said last is in ZeroMQ's hands; give it the time to reach the agent, which is on this host.
+        self._link.close(linger_ms=1000)
+        self._context.term()
+        return self._exit_code
+
+    def _take(self, message: Message) -> None:
+        if self._runtime.handle(message):
+            return
+        if message.kind == "start":
+            self._start(message)
+        elif message.kind == "exit":
+            self._exit()
+        else:
+            logger.error("unknown message %r from %s", message.kind, message.src)
+
+    def _start(self, message: Message) -> None:
+        fields = message.fields
+        mesh, hosts, per_host = fields["layout"]
+        labels, sizes = fields["shape"]
+        rank = fields["rank"]
+        self._runtime.home = ProcLayout(mesh, tuple(hosts), per_host), Shape(labels, Slice.new_row_major(sizes)), rank
+        try:
+            run_bootstrap(message.body)
+        except Exception as error:  # a user's function; its owner is told, and the proc is of no use
+            failure = ActorError(error, f"bootstrap of proc {self._spec.proc} on host {self._spec.host_name} failed.")
+            self._runtime.post(tuple(fields["ready"]), rank, EXCEPTION, dumps(failure))
+            print(failure, file=sys.stderr)
+            self._exit_code = 1
+            self._loop.stop()
+            return
+        self._runtime.post(tuple(fields["ready"]), rank, VALUE, dumps(True))
+
+    def _exit(self) -> None:
+        """Stop all actors, then leave. The agent kills this process if that takes too long."""
+        cells = self._runtime.stop_cells("the process is being stopped")
+        deadline = time.monotonic() + settings().process_exit_timeout
+
+        def look() -> None:
+            if all(cell.ended.is_set() for cell in cells) or time.monotonic() > deadline:
+                self._loop.stop()
+            else:
+                self._loop.call_later(0.002, look)
+
+        look()
+
+    def _broken(self, peer: str, error: WireError) -> None:
+        logger.critical("%s on the link from the agent: ending", error)
+        self._exit_code = 1
+        self._loop.stop()
+
+
+def main(spec: ProcSpec) -> int:
+    """Run the proc ``spec`` and return its exit code."""
+    faulthandler.enable()  # a fatal signal leaves the Python stack on stderr, whose end the failure report quotes
+    clear_runtime_config()
+    configure(**spec.settings)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    set_client_boot(None)
+    return _Proc(spec).run()

@@ -1,0 +1,185 @@
+"""Proc meshes: processes that actors are spawned on."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import signal
+from typing import Any, TypeVar
+
+from monarch_slurm.actor.actor import Actor
+from monarch_slurm.actor.actor_mesh import ActorMesh, check_class
+from monarch_slurm.actor.cell import ref_to_fields
+from monarch_slurm.actor.context import Instance, context
+from monarch_slurm.actor.endpoint import uses_loop
+from monarch_slurm.actor.errors import SupervisionError
+from monarch_slurm.actor.future import Future
+from monarch_slurm.actor.layout import ActorRef, ProcLayout
+from monarch_slurm.actor.mesh_trait import MeshTrait
+from monarch_slurm.actor.owned import OwnedActors
+from monarch_slurm.actor.replies import VALUE
+from monarch_slurm.actor.shape import Shape
+from monarch_slurm.config import settings
+from monarch_slurm.wire import CONTROLLER, dumps, loads
+
+T = TypeVar("T", bound=Actor)
+
+
+class ProcMesh(MeshTrait):
+    """Processes with labelled ranks. Slices and pickled copies are references to the same processes; only the spawner owns them."""
+
+    def __init__(
+        self, layout: ProcLayout, shape: Shape, name: str, ready: Future[bool] | None, host_dims: int | None
+    ) -> None:
+        self._layout = layout
+        self._mesh_shape = shape
+        self._name = name
+        self._ready = ready
+        self._host_dims = host_dims
+        self._stopped: Future[None] | None = None
+
+    @classmethod
+    def _reference(cls, layout: ProcLayout, shape: Shape) -> ProcMesh:
+        return cls(layout, shape, layout.mesh, None, None)
+
+    @property
+    def _shape(self) -> Shape:
+        return self._mesh_shape
+
+    def _new_with_shape(self, shape: Shape) -> ProcMesh:
+        return ProcMesh(self._layout, shape, self._name, self._ready, None)
+
+    @property
+    def initialized(self) -> Future[bool]:
+        """Resolves when every proc runs and its bootstrap is through; raises what went wrong.
+
+        Raises:
+            RuntimeError: this is a reference that came from another process.
+        """
+        if self._ready is None:
+            raise RuntimeError("only the process that spawned a mesh can wait for its initialization")
+        return self._ready
+
+    @property
+    def host_mesh(self) -> Any:
+        """The host of a mesh of one proc.
+
+        Raises:
+            NotImplementedError: the mesh has more procs than one.
+        """
+        from monarch_slurm.actor.host_mesh import HostMesh
+
+        if len(self._shape) != 1:
+            raise NotImplementedError("host_mesh is defined for a mesh of one proc; slice it down to one")
+        host = self._layout.hosts[self._shape.ndslice.offset // self._layout.per_host]
+        if host == CONTROLLER.host:
+            from monarch_slurm.actor.host_mesh import this_host
+
+            return this_host()
+        return HostMesh._reference((host,), Shape.unity())
+
+    def spawn(self, name: str, actor_class: type[T], *args: Any, **kwargs: Any) -> T:
+        """Start one actor per proc and return their mesh, without waiting for ``__init__``.
+
+        The calling actor owns the mesh: it is told of failures, and the mesh ends with it.
+
+        Raises:
+            ValueError: ``actor_class`` is no Actor, or its endpoints do not fit together.
+            TypeError: the arguments do not fit its ``__init__``, or do not pickle.
+            RuntimeError: the mesh has been stopped.
+        """
+        if not (isinstance(actor_class, type) and issubclass(actor_class, Actor)):
+            raise ValueError(f"{actor_class!r} must subclass monarch_slurm.actor.Actor to spawn it.")
+        if self._stopped is not None:
+            raise RuntimeError("`ProcMesh` has already been stopped")
+        asynchronous = uses_loop(actor_class)
+        check_class(actor_class)
+        if actor_class.__init__ is not object.__init__:
+            inspect.signature(actor_class.__init__).bind(None, *args, **kwargs)
+        body = dumps((actor_class, args, kwargs))
+        owner = context().actor_instance
+        runtime = owner.runtime
+        class_name = f"{actor_class.__module__}.{actor_class.__qualname__}"
+        ref = ActorRef(runtime.new_mesh_id(name), name, self._layout, self._shape, owner.display, class_name)
+        ndslice = self._shape.ndslice
+        runtime.own_actors(OwnedActors(ref, owner, set(ndslice)))
+        ready: Future[bool] = Future._pending()
+        missing = [len(ndslice)]
+
+        def arrived(rank: int, status: str, frames: Any) -> None:
+            missing[0] -= 1
+            if missing[0] == 0:
+                ready._resolve(lambda: True)
+
+        def lost(rank: int, reason: str) -> None:
+            ready._fail(SupervisionError(reason))
+
+        port = runtime.expect_from(ref, self._layout, list(enumerate(ndslice)), arrived, lost)
+        fields = {
+            "op": "spawn",
+            "mesh": ref.mesh,
+            "ref": ref_to_fields(ref),
+            "creator": _creator_fields(owner),
+            "asynchronous": asynchronous,
+            "ready": port,
+        }
+        runtime.cast(self._layout, ndslice, fields, body)
+        return ActorMesh(actor_class, ref, self._shape, ready)  # type: ignore[return-value]
+
+    def stop(self, reason: str = "stopped by client") -> Future[None]:
+        """End all actors (their cleanups run), then the processes; resolves when they are gone. Begins at once.
+
+        A process that does not end within the setting ``process_exit_timeout`` (seconds) is killed.
+        """
+        if self._stopped is None:
+            future: Future[None] = Future._pending()
+            self._stopped = future
+            timeout = settings().process_exit_timeout
+            runtime = context().actor_instance.runtime
+            runtime.stop_procs(self._layout.mesh, timeout, lambda: future._resolve(lambda: None))
+        return self._stopped
+
+    def _kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal to the procs of this mesh or slice."""
+        context().actor_instance.runtime.kill_procs(self._layout, self._shape.ndslice, number)
+
+    async def __aenter__(self) -> ProcMesh:
+        if self._stopped is not None:
+            raise RuntimeError("`ProcMesh` has already been stopped")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ProcMesh._reference, (self._layout, self._mesh_shape)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ProcMesh) and (self._layout, self._mesh_shape) == (other._layout, other._mesh_shape)
+
+    def __hash__(self) -> int:
+        return hash((self._layout, self._mesh_shape))
+
+    def __repr__(self) -> str:
+        return f"<ProcMesh {self._layout.mesh} {self.extent} on {len(self._layout.hosts)} host(s)>"
+
+
+def _creator_fields(owner: Instance) -> list[Any]:
+    rank = owner.rank
+    return [owner.name, owner.class_name, rank.rank, rank.extent.labels, rank.extent.sizes, owner.display]
+
+
+def run_bootstrap(frames: Any) -> None:
+    """Call the bootstrap function in ``frames``, if there is one, sync or async. In a new proc."""
+    function = loads(frames) if frames else None
+    if function is not None:
+        result = function()
+        if inspect.isawaitable(result):
+            asyncio.run(_await(result))
+
+
+async def _await(awaitable: Any) -> Any:
+    return await awaitable
+
+
+__all__ = ["VALUE", "ProcMesh", "run_bootstrap"]

@@ -1,0 +1,115 @@
+"""Answers that this process waits for, and what makes waiting for them pointless."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from monarch_slurm.wire import Address
+from monarch_slurm.wire.pickling import Buffer
+
+VALUE, EXCEPTION = "value", "exception"
+
+OnReply = Callable[[int, str, Sequence[Buffer]], None]
+OnLost = Callable[[int, str], None]
+
+
+@dataclass
+class _Expected:
+    """One port that waits for one answer from each of several actors."""
+
+    on_reply: OnReply
+    on_lost: OnLost
+    waiting: dict[int, tuple[Address, str]]
+    """Rank of the answer: the process it comes from, and the actor mesh (empty: the process itself)."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class ReplyTable:
+    """Ports of this process, by number. For any thread.
+
+    There are two kinds: a reply port expects one answer per rank and vanishes after the last, or after the news that it cannot
+    come; a channel port stays until it is closed.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._replies: dict[int, _Expected] = {}
+        self._channels: dict[int, OnReply] = {}
+        self._by_process: dict[Address, set[int]] = {}
+
+    def open_channel(self, on_reply: OnReply) -> int:
+        """Return a new port; ``on_reply`` gets every message sent to it, until `close`."""
+        number = next(self._numbers)
+        with self._lock:
+            self._channels[number] = on_reply
+        return number
+
+    def close(self, number: int) -> None:
+        """Take no more messages on a channel port."""
+        with self._lock:
+            self._channels.pop(number, None)
+
+    def expect(self, answers: dict[int, tuple[Address, str]], on_reply: OnReply, on_lost: OnLost) -> int:
+        """Return a new port that waits for one answer per rank.
+
+        Args:
+            answers: for each rank, the process that answers and the id of the actor mesh there ("" for the proc itself).
+            on_reply: called with rank, `VALUE` or `EXCEPTION`, and the frames.
+            on_lost: called with rank and the reason when no answer can come any more.
+        """
+        number = next(self._numbers)
+        with self._lock:
+            self._replies[number] = _Expected(on_reply, on_lost, dict(answers))
+            for process, _ in answers.values():
+                self._by_process.setdefault(process, set()).add(number)
+        return number
+
+    def take(self, number: int, rank: int, status: str, frames: Sequence[Buffer]) -> bool:
+        """Hand on an answer; False if nobody waits for it."""
+        with self._lock:
+            channel = self._channels.get(number)
+            expected = None if channel else self._replies.get(number)
+            if expected is not None:
+                source = expected.waiting.pop(rank, None)
+                if source is None:
+                    return False
+                self._tidy(number, expected, source[0])
+        if channel is not None:
+            channel(rank, status, frames)
+        elif expected is not None:
+            expected.on_reply(rank, status, frames)
+        return channel is not None or expected is not None
+
+    def lose(self, processes: Iterable[Address], why: Callable[[Address], str], mesh: str | None = None) -> None:
+        """Give up answers of processes that ended, or of one actor mesh in them."""
+        lost: list[tuple[OnLost, int, str]] = []
+        with self._lock:
+            for process in processes:
+                for number in list(self._by_process.get(process, ())):
+                    expected = self._replies[number]
+                    for rank, (source, of_mesh) in list(expected.waiting.items()):
+                        if source == process and mesh in (None, of_mesh):
+                            del expected.waiting[rank]
+                            lost.append((expected.on_lost, rank, why(process)))
+                    self._tidy(number, expected, process)
+        for on_lost, rank, reason in lost:
+            on_lost(rank, reason)
+
+    def processes(self, host: str) -> list[Address]:
+        """Return the processes of ``host`` that answers are expected from."""
+        with self._lock:
+            return [process for process in self._by_process if process.host == host]
+
+    def _tidy(self, number: int, expected: _Expected, process: Address) -> None:
+        if not any(source == process for source, _ in expected.waiting.values()):
+            numbers = self._by_process.get(process)
+            if numbers is not None:
+                numbers.discard(number)
+                if not numbers:
+                    del self._by_process[process]
+        if not expected.waiting:
+            self._replies.pop(number, None)

@@ -1,0 +1,118 @@
+"""Becoming the controller of a job, and waiting for its hosts."""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from monarch_slurm.actor import HostMesh, Shape, Slice
+from monarch_slurm.actor.client import client
+from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.host import HostInfo
+from monarch_slurm.wire import write_invitation
+from monarch_slurm.wire.keys import CONTROLLER_FILE
+
+_LOOK_SECONDS = 0.5
+
+
+class HostsMissingError(MonarchSlurmError):
+    """Not all hosts joined in time; the text names those that are missing."""
+
+
+class FolderError(MonarchSlurmError):
+    """A job folder cannot be used."""
+
+
+def make_job_folder(folder: Path) -> Path:
+    """Make ``folder`` (mode 0700), or make sure that an existing one is private; return it.
+
+    Raises:
+        FolderError: it cannot be made or written, or belongs to somebody else.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.stat()
+        if info.st_uid != os.getuid():
+            raise FolderError(f"{folder} belongs to uid {info.st_uid}, not to you: name a folder of your own")
+        if stat.S_IMODE(info.st_mode) & 0o077:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise FolderError(f"cannot use the folder {folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise FolderError(f"cannot write to the folder {folder}")
+    return folder
+
+
+def publish(folder: Path, *, address: str) -> None:
+    """Become the controller of the job in ``folder``: listen on an ephemeral port of the IP ``address``, and say so there.
+
+    ``folder/controller.json`` (mode 0600) tells agents where to dial and holds the job's keys.
+
+    Raises:
+        FolderError: the folder cannot be used.
+        BindError: the address is not one of this machine.
+    """
+    write_invitation(make_job_folder(folder), client().hub.invitation(address))
+
+
+def withdraw(folder: Path) -> None:
+    """Take the invitation back: agents that lose this controller from now on end at once instead of waiting for it."""
+    (folder / CONTROLLER_FILE).unlink(missing_ok=True)
+
+
+def gather_hosts(
+    names: Sequence[str],
+    *,
+    timeout: float | None = None,
+    still_hope: Callable[[], str | None] | None = None,
+) -> HostMesh:
+    """Wait until the agents of the named hosts have joined; return them as a mesh with dimension ``hosts``, in that order.
+
+    Args:
+        names: names that the agents were started with; a name that stands there twice needs two agents.
+        timeout: seconds; None waits for ever.
+        still_hope: asked twice a second; a text means that no more hosts will come, and why.
+
+    Raises:
+        HostsMissingError: some did not come.
+    """
+    here = client()
+    deadline = None if timeout is None else time.monotonic() + timeout
+    with here.hosts_changed:
+        while True:
+            found, missing = _pick(names, here.joined)
+            if not missing:
+                break
+            reason = still_hope() if still_hope is not None else None
+            if reason is None and deadline is not None and time.monotonic() >= deadline:
+                reason = f"gave up after {timeout:g} s"
+            if reason is not None:
+                raise HostsMissingError(
+                    f"{len(found)} of {len(names)} hosts joined; missing: {', '.join(missing)} ({reason}). Look at their logs: the "
+                    "package must be importable there, and the controller's address reachable"
+                )
+            here.hosts_changed.wait(_LOOK_SECONDS)
+    hosts = tuple(info.host for info in found)
+    return HostMesh(hosts, Shape(["hosts"], Slice.new_row_major([len(hosts)])), owned=True)
+
+
+def host_addresses(mesh: HostMesh) -> list[str]:
+    """Return the IP address of each host of ``mesh``, as its agent found or was told it."""
+    known = {info.host: info.address for info in client().joined}
+    return [known[mesh._hosts[rank]] for rank in mesh._shape.ndslice]
+
+
+def _pick(names: Sequence[str], joined: Sequence[HostInfo]) -> tuple[list[HostInfo], list[str]]:
+    left = list(joined)
+    found, missing = [], []
+    for name in names:
+        match = next((info for info in left if info.name == name), None)
+        if match is None:
+            missing.append(name)
+        else:
+            left.remove(match)
+            found.append(match)
+    return found, missing

@@ -1,0 +1,33 @@
+"""``python -m monarch_slurm.host``: run a host agent."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.host.start import serve, serve_from_pipe
+
+
+def main() -> int:
+    """Run the agent that the command line describes; return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m monarch_slurm.host", description="Run a host agent.")
+    parser.add_argument("--fd", type=int, help="pipe that the controller on this machine writes its invitation to")
+    parser.add_argument("--folder", type=Path, help="job folder with the controller's invitation")
+    parser.add_argument("--name", help="name of this host")
+    parser.add_argument("--address", help="IP address that procs of this host bind and advertise")
+    options = parser.parse_args()
+    if options.fd is not None:
+        return serve_from_pipe(options.fd)
+    if options.folder is None or options.name is None:
+        parser.error("give --folder and --name, or --fd")
+    try:
+        return serve(options.folder, name=options.name, address=options.address)
+    except MonarchSlurmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

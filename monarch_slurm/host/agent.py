@@ -1,0 +1,349 @@
+"""The host agent: the one process per node that spawns, watches, routes for and ends the procs there.
+
+It has one thread. Messages for a proc that has not reported yet wait; messages for one that has ended are answered with the news of
+its end, so nobody waits for an answer that cannot come. When the controller is silent for longer than the lease, or says that
+this host was given up, the agent ends all its procs and itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import zmq
+
+from monarch_slurm.config import configure, settings
+from monarch_slurm.host.exits import ProcDown
+from monarch_slurm.host.proc import ProcSpec
+from monarch_slurm.host.procs import ProcTable
+from monarch_slurm.wire import AGENT, CONTROLLER, Address, Invitation, Link, Loop, Message, UnknownPeerError, WireError
+from monarch_slurm.wire.keys import CONTROLLER_FILE
+from monarch_slurm.wire.sockets import bind_ipc, connect_tcp, make_dealer, make_router, make_runtime_dir
+
+logger = logging.getLogger(__name__)
+
+ENDED, LEASE_EXPIRED, FENCED = 0, 3, 4
+"""Exit codes of an agent: told to end; nothing heard from the controller; the controller gave this host up."""
+
+MAX_TOMBSTONES = 10_000
+
+ADDRESS_VARIABLE = "MONARCH_SLURM_ADDRESS"
+"""Procs find the IP address of their host in this environment variable."""
+
+
+@dataclass
+class _Waiting:
+    """Messages for a proc that has not reported yet."""
+
+    messages: list[Message] = field(default_factory=list)
+    first: Message | None = None
+
+
+class Agent:
+    """One host agent.
+
+    Args:
+        invitation: where the controller is and how to prove membership.
+        name: the host's name as people know it (Slurm's node name, or the hostname).
+        host: id of the host; one that no agent had before.
+        folder: job folder, whose ``controller.json`` vanishes when the controller ends; None if there is none.
+        controller_pid: pid of a controller on this machine whose end is watched; 0 for none.
+        address: IP address that procs of this host bind and advertise; None takes the one that reaches the controller.
+    """
+
+    def __init__(
+        self,
+        invitation: Invitation,
+        name: str,
+        *,
+        host: str,
+        folder: Path | None = None,
+        controller_pid: int = 0,
+        address: str | None = None,
+    ) -> None:
+        self.name = name
+        self.host = host
+        self.ip = address or address_towards(invitation.address)
+        self._address = Address(self.host, AGENT)
+        self._folder = folder
+        self._invitation = invitation
+        self._loop = Loop()
+        self._exit_code = ENDED
+        self._runtime_dir = make_runtime_dir()
+        self._socket_path = self._runtime_dir / "agent.sock"
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        configured_logs = settings().log_dir
+        log_dir = Path(configured_logs) if configured_logs else None
+        self._procs = ProcTable(self._loop, settings().preload, log_dir, self._proc_ended)
+        self._waiting: dict[str, _Waiting] = {}
+        self._owners: dict[str, Address] = {}
+        self._tombstones: dict[str, ProcDown] = {}
+        self._last_heard = self._loop.clock()
+        self._welcomed = False
+        router = make_router(self._context)
+        bind_ipc(router, self._socket_path)
+        self._down = Link(self._loop, router, self._from_proc, self._proc_fault)
+        dealer = make_dealer(self._context, self.host)
+        connect_tcp(dealer, invitation)
+        self._up = Link(self._loop, dealer, lambda _, message: self._from_controller(message), self._controller_fault)
+        self._handlers: dict[str, Callable[[Message], None]] = {
+            "spawn": self._spawn,
+            "stop": self._stop_procs,
+            "kill": self._kill_procs,
+            "cast": self._cast,
+            "host_down": self._owner_host_down,
+            "proc_down": self._owner_proc_down,
+            "shutdown": self._shutdown,
+            "welcome": self._take_welcome,
+            "heartbeat": lambda message: None,
+            "fenced": self._fenced,
+        }
+        if controller_pid:
+            self._watch_controller(controller_pid)
+
+    def run(self) -> int:
+        """Serve until told to end; return the exit code."""
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: self._end(ENDED))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        wakeup_read, wakeup_write = socket.socketpair()
+        wakeup_write.setblocking(False)
+        signal.set_wakeup_fd(wakeup_write.fileno())
+        self._loop.add_reader(wakeup_read.fileno(), lambda: wakeup_read.recv(512) and None)
+        hello = {"name": self.name, "pid": os.getpid(), "hostname": socket.gethostname(), "address": self.ip}
+        self._up.send(Message("hello", CONTROLLER, self._address, hello))
+        self._procs.warm()
+        self._beat()
+        try:
+            self._loop.run()
+        finally:
+            self._close()
+        return self._exit_code
+
+    # ---- the controller
+
+    def _beat(self) -> None:
+        interval = settings().heartbeat_interval
+        if self._loop.late > interval:
+            self._last_heard += self._loop.late  # this process did not run; it cannot have heard anything
+        silence = self._loop.clock() - self._last_heard
+        if silence > settings().mesh_orphan_timeout:
+            logger.error("host %s: nothing heard from the controller for %.0f s: ending all procs", self.name, silence)
+            self._end(LEASE_EXPIRED)
+            return
+        if silence > 2 * interval and self._controller_left():
+            logger.error("host %s: the controller has ended: ending all procs", self.name)
+            self._end(LEASE_EXPIRED)
+            return
+        self._up.send(Message("heartbeat", CONTROLLER, self._address))
+        self._loop.call_later(interval, self._beat)
+
+    def _controller_left(self) -> bool:
+        return self._folder is not None and not (self._folder / CONTROLLER_FILE).exists()
+
+    def _watch_controller(self, pid: int) -> None:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._loop.call_soon(lambda: self._end(LEASE_EXPIRED))
+            return
+
+        def ended() -> None:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+            self._end(LEASE_EXPIRED)
+
+        self._loop.add_reader(pidfd, ended)
+
+    def _from_controller(self, message: Message) -> None:
+        self._last_heard = self._loop.clock()
+        self._route(message)
+
+    def _controller_fault(self, peer: str, error: WireError) -> None:
+        logger.error("host %s: %s on the link from the controller: ending all procs", self.name, error)
+        self._end(FENCED)
+
+    def _take_welcome(self, message: Message) -> None:
+        configure(**message.fields["settings"])
+        self._welcomed = True
+
+    def _fenced(self, message: Message) -> None:
+        logger.error("host %s: the controller gave this host up (%s): ending all procs", self.name, message.fields["cause"])
+        self._end(FENCED)
+
+    def _shutdown(self, message: Message) -> None:
+        self._end(ENDED)
+
+    def _end(self, code: int) -> None:
+        self._exit_code = code
+        self._loop.stop()
+
+    def _close(self) -> None:
+        self._procs.close()
+        self._up.send(Message("bye", CONTROLLER, self._address))
+        self._down.close()
+        self._up.close()
+        self._context.destroy(linger=500)
+        for path in self._runtime_dir.iterdir():
+            path.unlink()
+        self._runtime_dir.rmdir()
+
+    # ---- routing
+
+    def _from_proc(self, peer: str, message: Message) -> None:
+        if message.kind == "hello":
+            self._proc_reported(peer)
+        elif message.src == Address(self.host, peer):
+            self._route(message)
+        else:
+            logger.error("host %s: proc %s spoke as %s; dropped", self.name, peer, message.src)
+
+    def _proc_fault(self, peer: str, error: WireError) -> None:
+        logger.error("host %s: %s from proc %s: ending it", self.name, error, peer)
+        self._procs.signal(peer, signal.SIGKILL)
+
+    def _route(self, message: Message) -> None:
+        if message.dst.host != self.host:
+            self._up.send(message)
+        elif message.dst.proc != AGENT:
+            self._to_proc(message.dst.proc, message)
+        elif message.kind in self._handlers:
+            self._handlers[message.kind](message)
+        else:
+            logger.error("host %s: unknown message %r from %s", self.name, message.kind, message.src)
+
+    def _to_proc(self, name: str, message: Message) -> None:
+        waiting = self._waiting.get(name)
+        if waiting is not None:
+            waiting.messages.append(message)
+            return
+        try:
+            self._down.send(message, name)
+        except UnknownPeerError:
+            self._undeliverable(name, message)
+
+    def _undeliverable(self, name: str, message: Message) -> None:
+        if message.kind in ("proc_down", "host_down"):
+            return
+        down = self._tombstones.get(name) or ProcDown(
+            self.host, self.name, name, "", 0, 0, "NotThere(this host has no such proc)", 0.0
+        )
+        self._route(Message("proc_down", message.src, self._address, down.to_fields()))
+
+    def _cast(self, message: Message) -> None:
+        mesh = message.fields["proc_mesh"]
+        for rank in message.fields["base_ranks"]:
+            self._to_proc(f"{mesh}.{rank}", message)
+
+    # ---- procs
+
+    def _spawn(self, message: Message) -> None:
+        fields = message.fields
+        mesh = fields["mesh"]
+        self._owners[mesh] = message.src
+        specs = []
+        for proc in fields["procs"]:
+            name = f"{mesh}.{proc['rank']}"
+            first = Message("start", Address(self.host, name), message.src, {"rank": proc["rank"], **fields["start"]}, message.body)
+            self._waiting[name] = _Waiting(first=first)
+            specs.append(
+                ProcSpec(
+                    self.host, self.name, name, mesh, proc["rank"], str(self._socket_path), fields["entry"],
+                    {**fields["env"], **proc["env"], ADDRESS_VARIABLE: self.ip}, fields["sys_path"], fields["cwd"], proc["cpus"], fields["settings"],
+                )
+            )  # fmt: skip
+        self._procs.spawn(specs)
+
+    def _proc_reported(self, name: str) -> None:
+        waiting = self._waiting.pop(name, None)
+        if waiting is None:
+            return
+        assert waiting.first is not None
+        self._down.send(waiting.first, name)
+        for message in waiting.messages:
+            self._down.send(message, name)
+
+    def _proc_ended(self, down: ProcDown) -> None:
+        waiting = self._waiting.pop(down.proc, None)
+        self._down.forget(down.proc)
+        self._tombstones[down.proc] = down
+        while len(self._tombstones) > MAX_TOMBSTONES:
+            del self._tombstones[next(iter(self._tombstones))]
+        if not down.expected:
+            logger.info("host %s: proc %s (pid %d) ended: %s", self.name, down.proc, down.pid, down.exit)
+        # To the neighbours here at once, and to everybody else by the controller.
+        self._tell_procs(Message("proc_down", Address(self.host, ""), self._address, down.to_fields()))
+        self._up.send(Message("proc_down", CONTROLLER, self._address, down.to_fields()))
+        for message in waiting.messages if waiting else ():
+            self._undeliverable(down.proc, message)
+        self._kill_owned_by(down.address)
+        if not self._procs.names(down.mesh):
+            self._owners.pop(down.mesh, None)
+
+    def _tell_procs(self, message: Message) -> None:
+        for name in self._procs.names():
+            if name not in self._waiting:
+                try:
+                    self._down.send(message, name)
+                except UnknownPeerError:
+                    continue  # it is ending too
+
+    def _owner_proc_down(self, message: Message) -> None:
+        """News of a proc on another host."""
+        self._tell_procs(message)
+        self._kill_owned_by(Address(message.fields["host"], message.fields["proc"]))
+
+    def _owner_host_down(self, message: Message) -> None:
+        self._tell_procs(message)
+        for mesh, owner in list(self._owners.items()):
+            if owner.host == message.fields["host"]:
+                self._kill_mesh(mesh)
+
+    def _kill_owned_by(self, owner: Address) -> None:
+        for mesh, address in list(self._owners.items()):
+            if address == owner:
+                self._kill_mesh(mesh)
+
+    def _kill_mesh(self, mesh: str) -> None:
+        for name in self._procs.names(mesh):
+            self._procs.expect_end(name, 0.0)
+
+    def _stop_procs(self, message: Message) -> None:
+        """End procs in order: each is told, and killed if it takes too long; ``proc_down`` tells when it is gone."""
+        for name in self._chosen(message.fields):
+            if name in self._waiting:
+                self._procs.expect_end(name, 0.0)
+            else:
+                self._to_proc(name, Message("exit", Address(self.host, name), message.src))
+                self._procs.expect_end(name, message.fields["timeout"])
+
+    def _kill_procs(self, message: Message) -> None:
+        for name in self._chosen(message.fields):
+            self._procs.signal(name, message.fields["signal"])
+
+    def _chosen(self, fields: dict[str, Any]) -> list[str]:
+        ranks = fields.get("ranks")
+        names = self._procs.names(fields["mesh"])
+        return names if ranks is None else [name for name in names if int(name.rpartition(".")[2]) in ranks]
+
+
+def new_host_id(name: str) -> str:
+    """Return an id for the host ``name`` that no agent had before."""
+    return f"{name}#{os.urandom(4).hex()}"
+
+
+def address_towards(endpoint: str) -> str:
+    """Return the IP address of this machine from which ``tcp://host:port`` is reached. Sends nothing."""
+    ip, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    family = socket.AF_INET6 if "[" in ip else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((ip.strip("[]"), int(port)))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,98 @@
+"""How a process ended, and what an agent tells others about it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from monarch_slurm.wire import Address
+
+
+def describe_exit(code: int, status: int) -> str:
+    """Return ``Exited(code=1)`` or ``Killed(sig=9)`` for the ``si_code`` and ``si_status`` of waitid(2)."""
+    if code == os.CLD_EXITED:
+        return f"Exited(code={status})"
+    core = ", core dumped" if code == os.CLD_DUMPED else ""
+    return f"Killed(sig={status}{core})"
+
+
+def explain_exit(exit_text: str) -> str:
+    """Return a few words on a fatal signal in ``exit_text``, or an empty text."""
+    match = re.match(r"Killed\(sig=(\d+)", exit_text)
+    return _SIGNAL_WORDS.get(int(match[1]), "") if match else ""
+
+
+_SIGNAL_WORDS = {
+    int(signal.SIGKILL): "killed from outside: by the kernel for want of memory, by Slurm, or by hand",
+    int(signal.SIGSEGV): "segmentation fault in native code",
+    int(signal.SIGBUS): "bus error, often a full /dev/shm",
+    int(signal.SIGABRT): "native code called abort()",
+}
+
+
+@dataclass(frozen=True)
+class ProcDown:
+    """A proc's end, as its agent tells it.
+
+    Attributes:
+        host: host id; ``host_name`` is the name that people know.
+        mesh: id of the proc mesh; ``rank`` is the proc's rank in it.
+        exit: `describe_exit`'s text, or why it never started.
+        detected_at: seconds since the epoch when the agent saw it.
+        stderr_tail: the last lines of its stderr.
+        expected: it was told to stop.
+    """
+
+    host: str
+    host_name: str
+    proc: str
+    mesh: str
+    rank: int
+    pid: int
+    exit: str
+    detected_at: float
+    stderr_tail: list[str] = field(default_factory=list)
+    expected: bool = False
+
+    @property
+    def address(self) -> Address:
+        """The address that the proc had."""
+        return Address(self.host, self.proc)
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return the fields of the message that carries this."""
+        return asdict(self)
+
+    def describe(self) -> str:
+        """Return one or more lines for a person."""
+        hint = explain_exit(self.exit)
+        text = (
+            f"the process this actor was running on failed: {self.exit} (host {self.host_name}, proc {self.proc}, "
+            f"rank {self.rank}, pid {self.pid})"
+        )
+        if hint:
+            text += f"; {hint}"
+        if self.stderr_tail:
+            text += "\nlast lines of its stderr:\n" + "\n".join(f"  {line}" for line in self.stderr_tail)
+        return text
+
+
+@dataclass(frozen=True)
+class HostDown:
+    """A host's end, as the controller tells it."""
+
+    host: str
+    host_name: str
+    cause: str
+    detected_at: float
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return the fields of the message that carries this."""
+        return asdict(self)
+
+    def describe(self) -> str:
+        """Return a line for a person."""
+        return f"the host this actor was running on failed: {self.host_name}: {self.cause}"

@@ -1,0 +1,241 @@
+"""The controller's end: one connection per host agent, who is there, who has died, and passing messages on between hosts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket as socket_module
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from monarch_slurm.config import get_global_config, settings
+from monarch_slurm.host.exits import HostDown
+from monarch_slurm.wire import (
+    AGENT,
+    CONTROLLER,
+    Address,
+    Gatekeeper,
+    Invitation,
+    JobKeys,
+    Link,
+    Liveness,
+    Loop,
+    Message,
+    UnknownPeerError,
+    WireError,
+)
+from monarch_slurm.wire.sockets import bind_tcp, make_router
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """A host whose agent has joined: its id, the name people know, and what the agent says of itself."""
+
+    host: str
+    name: str
+    hostname: str
+    pid: int
+    address: str
+
+
+class Hub:
+    """Listens for agents and routes between them.
+
+    Args:
+        loop: the controller's I/O loop.
+        keys: the job's keys.
+        on_message: called on the loop's thread with every message for the controller process itself.
+        on_joined: called with each host whose agent has joined.
+        on_host_down: called once for each host that died. A host that said goodbye is not told here.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        keys: JobKeys,
+        on_message: Callable[[Message], None],
+        on_joined: Callable[[HostInfo], None],
+        on_host_down: Callable[[HostDown], None],
+    ) -> None:
+        self._loop = loop
+        self._keys = keys
+        self._on_message = on_message
+        self._on_joined = on_joined
+        self._on_host_down = on_host_down
+        self.hosts: dict[str, HostInfo] = {}
+        self._endpoints: dict[str, str] = {}
+        self._expected: dict[str, list[Message]] = {}
+        self._lock = threading.Lock()
+        self._gone: dict[str, HostDown] = {}
+        current = settings()
+        self._interval = current.heartbeat_interval
+        self._liveness = Liveness(current.heartbeat_interval, current.missed_heartbeats)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gatekeeper = Gatekeeper(self._context, keys)
+        gate_fd = self._gatekeeper.socket.getsockopt(zmq.FD)
+        loop.call_soon(lambda: loop.add_reader(gate_fd, self._gatekeeper.serve))
+        router = make_router(self._context)
+        self._link = Link(loop, router, self._from_agent, self._agent_fault)
+        loop.call_soon(self._beat)
+
+    def invitation(self, ip: str) -> Invitation:
+        """Listen on an ephemeral port of ``ip`` and return what an agent needs to join there. It holds a secret.
+
+        Raises:
+            BindError: the address is not one of this machine.
+        """
+        if ip not in self._endpoints:
+            self._endpoints[ip] = self._link.with_socket(lambda socket: bind_tcp(socket, ip, self._keys))
+        keys = self._keys
+        return Invitation(
+            self._endpoints[ip],
+            keys.server_public,
+            keys.agent_public,
+            keys.agent_secret,
+            socket_module.gethostname(),
+            os.getpid(),
+        )
+
+    def send(self, message: Message) -> None:
+        """Send ``message`` to its host. For any thread. News of the host's end comes back if it is gone."""
+        if message.dst.host == CONTROLLER.host:
+            self._loop.call_soon(lambda: self._on_message(message))
+            return
+        with self._lock:
+            waiting = self._expected.get(message.dst.host)
+            if waiting is not None:
+                waiting.append(message)
+                return
+            try:
+                self._link.send(message, message.dst.host)
+                return
+            except UnknownPeerError:
+                pass
+        self._loop.call_soon(lambda: self._undeliverable(message))
+
+    def expect(self, host: str) -> None:
+        """Keep what is sent to ``host`` until its agent joins."""
+        with self._lock:
+            self._expected[host] = []
+
+    def give_up(self, host: str, name: str, cause: str) -> None:
+        """Declare a host dead, whether its agent ever joined or not. On the loop's thread."""
+        with self._lock:
+            never_came = self._expected.pop(host, None) is not None
+        if never_came:
+            self.hosts[host] = HostInfo(host, name, "", 0, "")
+        self._host_down(host, cause)
+
+    def shutdown(self, hosts: list[str] | None = None) -> None:
+        """Tell agents to end with all their procs: all, or those of ``hosts``."""
+        for host in list(self.hosts) if hosts is None else hosts:
+            self._send_quietly(Message("shutdown", Address(host, AGENT), CONTROLLER))
+
+    def close(self) -> None:
+        """Close the sockets. When the loop does not run any more."""
+        self._link.close()
+        self._gatekeeper.socket.close()
+        self._context.destroy(linger=200)
+
+    def _send_quietly(self, message: Message) -> None:
+        try:
+            self._link.send(message, message.dst.host)
+        except UnknownPeerError:
+            return  # its end is told by the heartbeats
+
+    def _undeliverable(self, message: Message) -> None:
+        host = message.dst.host
+        down = self._gone.get(host) or HostDown(host, host.partition("#")[0], "no agent of this name is connected", time.time())
+        notice = Message("host_down", message.src, CONTROLLER, down.to_fields())
+        if message.src.host == CONTROLLER.host:
+            self._on_message(notice)
+        elif message.kind not in ("host_down", "proc_down"):
+            self._send_quietly(notice)
+
+    # ---- agents
+
+    def _from_agent(self, peer: str, message: Message) -> None:
+        if peer in self._gone:
+            cause = self._gone[peer].cause
+            self._send_quietly(Message("fenced", Address(peer, AGENT), CONTROLLER, {"cause": cause}))
+            return
+        if message.src.host != peer:
+            logger.error("host %s spoke as %s; dropped", peer, message.src)
+            return
+        self._liveness.heard(peer, self._loop.clock())
+        if message.kind == "heartbeat":
+            return
+        if message.kind == "hello":
+            self._joined(peer, message)
+        elif message.kind == "bye":
+            self._left(peer)
+        elif message.dst.host != CONTROLLER.host:
+            self.send(message)
+        else:
+            if message.kind == "proc_down":
+                self._tell_agents(message, but=peer)
+            self._on_message(message)
+
+    def _agent_fault(self, peer: str, error: WireError) -> None:
+        if peer in self.hosts:
+            self._host_down(peer, f"the connection to its agent broke: {error}")
+
+    def _joined(self, peer: str, message: Message) -> None:
+        fields = message.fields
+        info = HostInfo(peer, fields["name"], fields["hostname"], fields["pid"], fields["address"])
+        welcome = Message("welcome", Address(peer, AGENT), CONTROLLER, {"settings": _agent_settings()})
+        with self._lock:
+            self.hosts[peer] = info
+            for waiting in [welcome, *self._expected.pop(peer, [])]:
+                self._send_quietly(waiting)
+        self._on_joined(info)
+
+    def _left(self, peer: str) -> None:
+        info = self.hosts.pop(peer, None)
+        self._liveness.forget(peer)
+        self._link.forget(peer)
+        if info is not None:
+            down = HostDown(peer, info.name, "its agent ended", time.time())
+            self._gone[peer] = down
+            self._tell_agents(Message("host_down", Address("", AGENT), CONTROLLER, down.to_fields()), but=peer)
+            self._on_host_down(down)
+
+    def _beat(self) -> None:
+        # Messages that wait in the socket were read before this timer fired, so nobody is called dead unheard.
+        if self._loop.late > 0:
+            self._liveness.overslept(self._loop.late)
+        now = self._loop.clock()
+        for peer in self._liveness.dead(now):
+            limit = self._interval * settings().missed_heartbeats
+            self._host_down(peer, f"nothing was heard from it for {limit:g} s")
+        for peer in self.hosts:
+            self._send_quietly(Message("heartbeat", Address(peer, AGENT), CONTROLLER))
+        self._loop.call_later(self._interval, self._beat)
+
+    def _host_down(self, peer: str, cause: str) -> None:
+        info = self.hosts.pop(peer, None)
+        self._liveness.forget(peer)
+        if info is None:
+            return
+        down = HostDown(peer, info.name, cause, time.time())
+        self._gone[peer] = down
+        logger.error("host %s is lost: %s", info.name, cause)
+        self._send_quietly(Message("fenced", Address(peer, AGENT), CONTROLLER, {"cause": cause}))
+        self._tell_agents(Message("host_down", Address("", AGENT), CONTROLLER, down.to_fields()), but=peer)
+        self._on_host_down(down)
+
+    def _tell_agents(self, message: Message, but: str) -> None:
+        for peer in self.hosts:
+            if peer != but:
+                self._send_quietly(Message(message.kind, Address(peer, AGENT), message.src, message.fields))
+
+
+def _agent_settings() -> dict[str, object]:
+    names = ("heartbeat_interval", "missed_heartbeats", "mesh_orphan_timeout", "process_exit_timeout", "stderr_tail_lines")
+    return {name: get_global_config()[name] for name in names}

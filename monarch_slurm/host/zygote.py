@@ -1,0 +1,150 @@
+"""The zygote: a process that has imported what procs need, and forks them.
+
+A proc that imports torch by itself takes seconds to start; a fork of a process that has it takes milliseconds. The zygote
+has one thread, no ZeroMQ context and no device: a fork of those would be broken.
+
+Order of events of a spawn: the agent sends one packet per proc, the last one marked; the zygote forks a midwife, which forks the
+procs, tells the agent their pids and ends. That makes the agent (a subreaper) the parent of the procs, so it can
+wait for them itself, and they outlive a zygote that breaks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import random
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+import msgpack
+
+from monarch_slurm.host import kernel
+from monarch_slurm.host.proc import PACKET_BYTES, ProcSpec, run_proc
+
+
+def preload(modules: list[str]) -> list[str]:
+    """Import ``modules``; an entry ``package.module:function`` is called after its import. Return what failed, as texts."""
+    failures = []
+    for entry in modules:
+        name, _, function = entry.partition(":")
+        try:
+            module = importlib.import_module(name)
+            if function:
+                getattr(module, function)()
+        except Exception:  # whatever a user's module raises: procs fall back to importing it themselves
+            failures.append(f"{entry}: {traceback.format_exc(limit=-3)}")
+    return failures
+
+
+def main() -> None:
+    """Serve the agent on the socket whose descriptor is the first argument, until it closes."""
+    fd, agent = int(sys.argv[1]), int(sys.argv[2])
+    modules = [entry for entry in sys.argv[3].split(",") if entry]
+    kernel.die_with_parent(agent)
+    kernel.set_name("ms-zygote")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller; the agent ends this process
+    with socket.socket(fileno=fd) as agent_socket:
+        failures = preload(modules)
+        threads = len(os.listdir("/proc/self/task"))
+        agent_socket.send(msgpack.packb({"ready": True, "failures": failures, "threads": threads}))
+        gc.collect()
+        gc.freeze()
+        _serve(agent_socket, agent)
+
+
+def _serve(agent_socket: socket.socket, agent: int) -> None:
+    batch: list[tuple[dict[str, Any], list[int]]] = []
+    while True:
+        packet, fds, _, _ = socket.recv_fds(agent_socket, PACKET_BYTES, 2)
+        if not packet:
+            return
+        request = msgpack.unpackb(packet)
+        batch.append((request["spec"], list(fds)))
+        if request["last"]:
+            midwife = os.fork()
+            if midwife == 0:
+                _deliver(agent_socket, batch, agent)
+                os._exit(0)
+            os.waitpid(midwife, 0)
+            for _, pipes in batch:
+                for pipe in pipes:
+                    os.close(pipe)
+            batch = []
+
+
+def _deliver(agent_socket: socket.socket, batch: list[tuple[dict[str, Any], list[int]]], agent: int) -> None:
+    midwife = os.getpid()
+    midwife_ended, midwife_lives = os.pipe()
+    for fields, pipes in batch:
+        pid = os.fork()
+        if pid == 0:
+            agent_socket.close()
+            os.close(midwife_lives)
+            for _, others in batch:
+                for pipe in others:
+                    if pipe not in pipes:
+                        os.close(pipe)
+            _be_born(ProcSpec(**fields), pipes, midwife, midwife_ended, agent)
+        agent_socket.send(msgpack.packb({"proc": fields["proc"], "pid": pid}))
+
+
+def _be_born(spec: ProcSpec, pipes: list[int], midwife: int, midwife_ended: int, agent: int) -> None:
+    """Become the proc. Never returns."""
+    code = 1
+    try:
+        os.setsid()  # a group of its own, so that whatever it starts can be ended with it
+        os.dup2(pipes[0], 1)
+        os.dup2(pipes[1], 2)
+        for pipe in pipes:
+            os.close(pipe)
+        with open(os.devnull) as null:
+            os.dup2(null.fileno(), 0)
+        os.read(midwife_ended, 1)  # end of file: the midwife is past its last fork
+        os.close(midwife_ended)
+        while os.getppid() == midwife:  # it has closed its files and is about to be gone
+            os.sched_yield()
+        kernel.die_with_parent(agent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        random.seed()
+        _apply(spec)
+        code = run_proc(spec)
+    except BaseException:  # the last frame of the process: nothing above could tell of it
+        traceback.print_exc()
+    finally:
+        _leave(code)
+
+
+def _apply(spec: ProcSpec) -> None:
+    kernel.set_name(f"ms-{spec.rank}-{spec.mesh}")
+    for name, value in spec.env.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    for path in reversed(spec.sys_path):
+        if path not in sys.path:
+            sys.path.insert(0, path)
+    if spec.cwd and os.path.isdir(spec.cwd):
+        os.chdir(spec.cwd)
+    if spec.cpus:
+        os.sched_setaffinity(0, spec.cpus)
+
+
+def _leave(code: int) -> None:
+    # No atexit and no destructors: those registered before the fork belong to the zygote.
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+    ctypes.CDLL(None).fflush(None)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The keys of a job, and the file that hands them to its host agents.
+
+Whoever can read ``controller.json`` may join the job, and whoever may join can run code in it. So the file is readable by its
+owner alone, is written before it gets its name, and is refused when anybody else could have read or written it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import zmq
+
+from monarch_slurm.errors import MonarchSlurmError
+
+CONTROLLER_FILE = "controller.json"
+
+
+class KeyFileError(MonarchSlurmError):
+    """The job's key file cannot be trusted or read."""
+
+
+@dataclass(frozen=True)
+class JobKeys:
+    """CURVE keys of one job, Z85 text: the controller's pair and the pair that all its agents share."""
+
+    server_public: str
+    server_secret: str
+    agent_public: str
+    agent_secret: str
+
+    @staticmethod
+    def make() -> JobKeys:
+        """Return new keys."""
+        server = [key.decode() for key in zmq.curve_keypair()]
+        agent = [key.decode() for key in zmq.curve_keypair()]
+        return JobKeys(*server, *agent)
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What an agent needs in order to join a job: where the controller listens, its public key, the agents' own pair."""
+
+    address: str
+    server_public: str
+    agent_public: str
+    agent_secret: str
+    controller_host: str = ""
+    controller_pid: int = 0
+
+    def to_json(self) -> str:
+        """Return the invitation as JSON. It holds a secret."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Invitation:
+        """Return the invitation in ``text``.
+
+        Raises:
+            KeyFileError: the text is no invitation.
+        """
+        try:
+            return Invitation(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise KeyFileError(f"this is no invitation of a controller: {error}") from None
+
+
+def write_invitation(folder: Path, invitation: Invitation) -> Path:
+    """Write ``controller.json`` into ``folder``, readable by its owner only, complete from the moment it has its name."""
+    path = folder / CONTROLLER_FILE
+    fd, aside = tempfile.mkstemp(dir=folder, prefix=f".{CONTROLLER_FILE}.")  # mode 0600
+    with os.fdopen(fd, "w") as file:
+        file.write(invitation.to_json())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    return path
+
+
+def read_invitation(path: Path) -> Invitation:
+    """Return the invitation in ``path``.
+
+    Raises:
+        FileNotFoundError: it is not there (yet).
+        KeyFileError: somebody else owns it, or can read or write it.
+    """
+    with open(path) as file:
+        info = os.fstat(file.fileno())
+        if info.st_uid != os.getuid():
+            raise KeyFileError(f"{path} belongs to uid {info.st_uid}, not to you (uid {os.getuid()}): refusing its keys")
+        if stat.S_IMODE(info.st_mode) & 0o077:
+            mode = stat.S_IMODE(info.st_mode)
+            raise KeyFileError(f"{path} has mode {mode:04o}: others can reach its keys; cancel the job and run it again")
+        return Invitation.from_json(file.read())

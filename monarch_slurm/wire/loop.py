@@ -1,0 +1,133 @@
+"""The I/O loop of a process: file descriptors, timers and calls from other threads, on one thread."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+
+
+class Timer:
+    """A call that is due at a time; `cancel` takes it back."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback: Callable[[], None] | None = callback
+
+    def cancel(self) -> None:
+        """Make sure that the call does not happen any more."""
+        self._callback = None
+
+    def _fire(self) -> None:
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            callback()
+
+
+class Loop:
+    """Runs callbacks when descriptors are readable, timers are due or other threads ask.
+
+    A callback that raises is a fault of this package: it is logged with its traceback and the loop goes on, since one broken
+    message must not cost the process its other links.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.clock = clock
+        self._epoll = select.epoll()
+        self._readers: dict[int, Callable[[], None]] = {}
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self.late = 0.0
+        """Seconds that the last round came later than its next timer asked for: how long this process did not run."""
+
+    def add_reader(self, fd: int, callback: Callable[[], None]) -> None:
+        """Call ``callback`` whenever ``fd`` is readable or hung up."""
+        self._readers[fd] = callback
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def remove_reader(self, fd: int) -> None:
+        """Forget ``fd``; do so before closing it."""
+        if self._readers.pop(fd, None) is not None:
+            if not self._epoll.closed:
+                self._epoll.unregister(fd)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        """Call ``callback`` on the loop's thread after ``seconds``. Only for the loop's own thread, or before it runs."""
+        timer = Timer(callback)
+        heapq.heappush(self._timers, (self.clock() + seconds, next(self._order), timer))
+        return timer
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on the loop's thread as soon as it can. For any thread."""
+        self._calls.append(callback)
+        self.wake()
+
+    def wake(self) -> None:
+        """Make the loop's thread look at its calls. For any thread."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def start(self, name: str) -> None:
+        """Run the loop on a daemon thread of its own."""
+        self._thread = threading.Thread(target=self.run, name=name, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End `run` after the round in hand. For any thread."""
+        self._stopping = True
+        self.wake()
+
+    def join(self, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds for the thread that `start` made."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def run(self) -> None:
+        """Run until `stop`."""
+        while not self._stopping:
+            self._round()
+        self._epoll.close()
+
+    def _round(self) -> None:
+        timeout = -1.0
+        due = None
+        if self._calls:
+            timeout = 0.0
+        elif self._timers:
+            due = self._timers[0][0]
+            timeout = max(0.0, due - self.clock())
+        ready = self._epoll.poll(timeout)
+        self.late = max(0.0, self.clock() - due) if due is not None else 0.0
+        for fd, _ in ready:
+            if fd == self._wake_fd:
+                os.eventfd_read(fd)
+            else:
+                self._guard(self._readers.get(fd))
+        # The calls that are there now; those that they add wait for the next round, after the descriptors.
+        for _ in range(len(self._calls)):
+            self._guard(self._calls.popleft())
+        now = self.clock()
+        while self._timers and self._timers[0][0] <= now:
+            self._guard(heapq.heappop(self._timers)[2]._fire)
+
+    @staticmethod
+    def _guard(callback: Callable[[], None] | None) -> None:
+        if callback is None:
+            return
+        try:
+            callback()
+        except Exception:
+            logger.exception("a callback of the I/O loop failed")
