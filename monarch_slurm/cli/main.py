@@ -1,0 +1,43 @@
+"""The command group, and how errors reach the user."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from monarch_slurm._version import __version__
+from monarch_slurm.cli.train import train
+from monarch_slurm.errors import MonarchSlurmError
+
+INTERRUPTED = 130
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="monarch-slurm")
+def cli() -> None:
+    """Fault-tolerant training on Slurm clusters, driven by one Python program.
+
+    Exit codes: 0 success, 1 an error that is told, 2 a wrong command line, 130 interrupted.
+    """
+
+
+cli.add_command(train)
+
+
+def main() -> None:
+    """Run the command line; errors that the user can act on are printed without a traceback."""
+    try:
+        cli(standalone_mode=False)
+    except click.exceptions.Abort:
+        click.echo("interrupted", err=True)
+        sys.exit(INTERRUPTED)
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        sys.exit(INTERRUPTED)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except MonarchSlurmError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,347 @@
+"""The built-in engine: trains a Llama on text, fault-tolerantly, as one rank of one replica.
+
+An *engine* is what a trainer process runs: built from the run's description and its place in it, it trains until the
+run has committed its tokens, tells what happens as events, and raises when it cannot go on. Whoever started the process
+decides what to do about that.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from monarch_slurm.errors import ConfigError, MonarchSlurmError
+from monarch_slurm.train import state
+from monarch_slurm.train.config import Place, TrainConfig
+from monarch_slurm.train.data import VOCAB, Sampler, load_corpus, split_corpus
+from monarch_slurm.train.events import Event, event
+from monarch_slurm.train.fault_tolerance import QuorumError, ReplicaManager, Sync, make_diloco
+from monarch_slurm.train.llama import CONFIGS, Llama, LlamaConfig, count_parameters, init_parameters, loss_function
+from monarch_slurm.train.replica import Replica, open_replica
+from monarch_slurm.train.schedule import learning_rate, tokens_within_sync
+
+_EVALUATIONS = 25  # validation losses in a run without failures, about
+_JOIN_ATTEMPTS = 3  # donors that may die under a joining replica before it gives up
+
+
+class Engine(Protocol):
+    """What the supervisor of a trainer needs of an engine; see `LlamaEngine` for what the arguments mean."""
+
+    def __init__(
+        self, config: TrainConfig, place: Place, emit: Callable[[Event], None], injected: Callable[[], None]
+    ) -> None: ...
+
+    def run(self) -> None:
+        """Train until the run has committed its tokens."""
+
+
+class NonFiniteLossError(MonarchSlurmError):
+    """The training loss is not a number any more: the run has diverged, or the hardware computes wrongly."""
+
+
+def nothing() -> None:
+    """Inject no failure."""
+
+
+def model_config(name: str) -> LlamaConfig:
+    """Return a configuration of `CONFIGS` with the vocabulary of byte tokens.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in CONFIGS:
+        raise ConfigError(f"there is no model {name!r}; choose one of {', '.join(CONFIGS)}")
+    known = CONFIGS[name]
+    return LlamaConfig(**{**vars(known), "vocab": VOCAB})
+
+
+def preload(config: TrainConfig | None = None) -> None:
+    """Load what the first step of a trainer would load, for a process that trainers are forked from.
+
+    That is the modules which torch imports when they are first needed (an optimizer brings 800 of them), and the
+    corpus, which the forked trainers then share. No thread is started, no device touched and no socket opened.
+
+    Args:
+        config: the run whose corpus to load; None loads the default one.
+
+    Raises:
+        DataError: the corpus cannot be used.
+    """
+    weight = nn.Parameter(torch.zeros(1, device="cpu"))
+    torch.optim.AdamW([weight], fused=False)  # imports torch._dynamo
+    np.random.default_rng(0)
+    with torch.profiler.record_function("preload"):
+        "localhost".encode("idna")
+    load_corpus(None if config is None else config.data)
+
+
+class LlamaEngine:
+    """Trains one rank.
+
+    Args:
+        config: the run.
+        place: where this rank stands in it.
+        emit: given every event, always on the thread that calls `run`.
+        injected: called once in every inner step, between forward and backward pass; a failure to be injected is raised
+            from it.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        place: Place,
+        emit: Callable[[Event], None],
+        injected: Callable[[], None] = nothing,
+    ) -> None:
+        self._config, self._place, self._injected = config, place, injected
+        self._send = emit
+        self._phase = ""
+        self._local_step = 0
+        self._participants = config.replicas
+        self._joining = False
+        self._step_began = 0.0
+        self._loss = math.nan
+        self._manager: ReplicaManager | None = None
+        self._replica: Replica | None = None
+
+    def __repr__(self) -> str:
+        where = f"replica {self._place.replica} rank {self._place.rank} generation {self._place.generation}"
+        return f"<LlamaEngine {self._config.model}, {where}, {self._phase or 'not running'}>"
+
+    def run(self) -> None:
+        """Train until the run has committed its tokens, then evaluate; returns when every socket is closed.
+
+        A replica that is started again (its generation is not 0) asks for the state before it does anything else.
+
+        Raises:
+            MonarchSlurmError: the configuration, the data or the run does not allow to go on; the text says why.
+            Exception: whatever torch raised, or ``injected``. Every exception was emitted as an ``error`` event.
+        """
+        began = time.time()
+        self._emit("trainer_started", t=began, pid=os.getpid(), host=socket.gethostname())
+        try:
+            self._build()
+            self._emit("engine_ready", parameters=count_parameters(self._model), seconds=time.time() - began)
+            with self._diloco:
+                self._enter("compute")
+                if self._place.generation > 0:
+                    self._join()
+                while self._tokens < self._config.tokens:
+                    self._inner_step()
+            self._finish()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            self._emit("error", error=text.splitlines()[-1], traceback=traceback.format_exc())
+            raise
+        finally:
+            self._close()
+
+    def _build(self) -> None:
+        config, place = self._config, self._place
+        if config.threads > 0:
+            torch.set_num_threads(config.threads)
+        shape = model_config(config.model)
+        self._split = split_corpus(config.data, config.seq_len)
+        self._sampler = Sampler(
+            self._split,
+            seed=config.seed,
+            shard=place.replica * place.world_size + place.rank,
+            shards=config.replicas * place.world_size,
+            batch_size=config.batch_size,
+        )
+        self._replica = open_replica(place, config.collective_timeout)
+        self._device = self._replica.device
+        self._model = self._make_model(shape)
+        self._optimizer = self._make_optimizer()
+        manager = ReplicaManager(config, place, self._replica, self._emit, lambda: self._enter("sync"))
+        self._manager = manager
+        manager.register_state_dict_fn("trainer", self._load_state, self._save_state)
+        # Hooks run in the order in which they are registered: the step is reported before DiLoCo syncs after it.
+        self._optimizer.register_step_post_hook(lambda *_: self._report_step())
+        self._diloco = make_diloco(manager, self._model, self._optimizer, config)
+
+    def _make_model(self, shape: LlamaConfig) -> Llama:
+        assert self._replica is not None
+        with torch.device("meta"):
+            model = Llama(shape)
+        mesh = self._replica.mesh
+        if mesh is not None:
+            on_gpu = self._device.type == "cuda"
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if on_gpu else MixedPrecisionPolicy()
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+            fully_shard(model, mesh=mesh, mp_policy=policy)
+        model.to_empty(device=self._device)
+        init_parameters(model, self._config.seed)
+        return model
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        matrices = [parameter for parameter in self._model.parameters() if parameter.ndim > 1]
+        norms = [parameter for parameter in self._model.parameters() if parameter.ndim <= 1]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": norms, "weight_decay": 0.0}]
+        decay = self._config.weight_decay
+        return torch.optim.AdamW(groups, lr=self._config.lr, betas=(0.9, 0.95), weight_decay=decay, fused=True)
+
+    def _save_state(self) -> dict[str, Any]:
+        return {
+            "model": dict(self._model.state_dict()),
+            "optimizer": self._optimizer.state_dict(),
+            "sampler": self._sampler.state_dict(),
+        }
+
+    def _load_state(self, saved: dict[str, Any]) -> None:
+        self._model.load_state_dict(saved["model"])
+        self._optimizer.load_state_dict(saved["optimizer"])
+        self._sampler.load_state_dict(saved["sampler"])
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens that the run has committed: the same number on every replica."""
+        assert self._manager is not None
+        return int(self._manager.batches_committed()) * self._config.tokens_per_sync
+
+    def _join(self) -> None:
+        """Get the state of the run at the peers' next sync.
+
+        DiLoCo counts steps of the optimizer; without gradients a step costs nothing and changes nothing, so this takes
+        a whole interval of them. The replica's change is then that of its donor, whose parameters it got.
+
+        Raises:
+            QuorumError: one donor after another died.
+        """
+        assert self._manager is not None
+        self._joining = True
+        for _ in range(_JOIN_ATTEMPTS):
+            for _ in range(self._config.sync_every):
+                self._optimizer.step()
+            self._after_sync(self._manager.take_sync())
+            if self._manager.joined:
+                self._joining = False
+                return
+        raise QuorumError(f"replica {self._place.replica} tried {_JOIN_ATTEMPTS} times to get the state of a peer")
+
+    def _inner_step(self) -> None:
+        assert self._manager is not None
+        self._step_began = time.time()
+        self._local_step += 1
+        rate = learning_rate(self._expected_tokens(), self._config)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        inputs, targets = self._sampler.next()
+        self._optimizer.zero_grad(set_to_none=True)
+        with self._precision():
+            loss = loss_function(self._model(inputs.to(self._device)), targets.to(self._device))
+        self._injected()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self._model.parameters(), self._config.grad_clip)
+        self._loss = loss.item()
+        if not math.isfinite(self._loss):
+            # Raised before the optimizer can carry it into the parameters, and the sync to every other replica.
+            raise NonFiniteLossError(f"the training loss of step {self._sampler.step} is {self._loss}")
+        self._optimizer.step()
+        self._after_sync(self._manager.take_sync())
+        self._manager.report_transfers()
+
+    def _expected_tokens(self) -> float:
+        return tokens_within_sync(self._tokens, self._local_step, self._participants, self._config)
+
+    def _report_step(self) -> None:
+        if self._joining:
+            return
+        self._emit(
+            "step",
+            step=self._sampler.step,
+            loss=self._loss,
+            tokens=self._tokens,
+            lr=self._optimizer.param_groups[0]["lr"],
+            seconds=time.time() - self._step_began,
+        )
+
+    def _after_sync(self, sync: Sync | None) -> None:
+        if sync is None:
+            return
+        assert self._manager is not None
+        step = int(self._manager.current_step())
+        self._emit(
+            "sync",
+            step=step,
+            committed=sync.committed,
+            participants=sync.participants,
+            tokens=self._tokens,
+            seconds=sync.seconds,
+        )
+        self._local_step, self._participants = 0, sync.participants
+        if sync.committed and self._tokens < self._config.tokens:
+            # All replicas hold the same parameters now; one of them evaluates, and the next sync waits for it.
+            interval = self._config.tokens_per_sync * self._config.replicas * _EVALUATIONS
+            due = step % math.ceil(self._config.tokens / interval) == 0
+            if due and self._manager.participating_rank() == 0:
+                self._evaluate(step)
+        self._enter("compute")
+
+    @torch.no_grad()
+    def _evaluate(self, step: int) -> float:
+        """Return the mean loss over the validation batches; the ranks of the replica share them."""
+        assert self._replica is not None
+        assert self._manager is not None
+        self._enter("eval")
+        batches = list(self._split.validation_batches(self._config.eval_batches, self._config.batch_size))
+        ranks = self._place.world_size
+        total = weight = 0.0
+        for first in range(0, len(batches), ranks):
+            # Sharded layers gather in every forward pass: a rank without a batch of its own runs one that counts not.
+            mine = first + self._place.rank
+            inputs, targets = batches[mine if mine < len(batches) else 0]
+            with self._precision():
+                loss = loss_function(self._model(inputs.to(self._device)), targets.to(self._device)).item()
+            if mine < len(batches):
+                total, weight = total + loss * len(inputs), weight + len(inputs)
+        total, weight = self._replica.sum([total, weight])
+        # All replicas evaluate at the end, and get the same: one tells.
+        if self._place.rank == 0 and self._manager.participating_rank() == 0:
+            self._emit("eval", step=step, tokens=self._tokens, loss=total / weight)
+        return total / weight
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        """Return bfloat16 matrix products on a GPU; sharded parameters are gathered in that format already."""
+        if self._device.type == "cuda" and self._place.world_size == 1:
+            return torch.autocast("cuda", dtype=torch.bfloat16)
+        return nullcontext()
+
+    def _finish(self) -> None:
+        assert self._manager is not None
+        step = int(self._manager.current_step())
+        loss = self._evaluate(step)
+        self._manager.report_transfers(wait=True)
+        verified = self._config.verify_state
+        sha256 = state.digest(dict(self._model.state_dict())) if verified else None
+        self._emit("finished", tokens=self._tokens, step=step, loss=loss, sha256=sha256)
+
+    def _close(self) -> None:
+        if self._manager is not None:
+            self._manager.close()
+        if self._replica is not None:
+            self._replica.close()
+
+    def _enter(self, phase: str) -> None:
+        if phase != self._phase:
+            self._phase = phase
+            self._emit("phase", phase=phase)
+
+    def _emit(self, kind: str, *, t: float | None = None, **fields: Any) -> None:
+        place = self._place
+        stamped = event(kind, replica=place.replica, generation=place.generation, rank=place.rank, **fields)
+        if t is not None:
+            stamped["t"] = t
+        self._send(stamped)

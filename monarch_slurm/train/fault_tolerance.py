@@ -1,0 +1,361 @@
+"""TorchFT, set up for quick recovery on a cluster: Lighthouse, manager, process group and DiLoCo between replicas.
+
+Every replica runs `TorchFT's manager <https://github.com/pytorch/torchft>`_ and trains by DiLoCo (arXiv 2311.08105):
+some inner steps by itself, then a *sync* in which the replicas agree on who takes part (a quorum), replicas that are
+behind get the state of one that is not, and the changes of all are averaged and applied by an outer optimizer. What is
+set here and why:
+
+- The quorum is synchronous, as DiLoCo needs it, and the parameters start equal by seed (`init_sync` off), so the first
+  sync does not throw the work of all replicas but one away.
+- Between replicas the collectives are Gloo's: after a peer's death its sockets break at once, where NCCL would hang.
+- Tensors are reduced one by one: TorchFT 0.2's buckets lose gradients as soon as there is more than one bucket.
+- Nothing is quantised between replicas: TorchFT takes any device of compute capability 9 for one with e4m3 floats.
+- Every socket is bound to the trainer's own address, and advertised as that address.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroupGloo as GlooBackend
+
+# As in transfer.py: whichever module loads the library first.
+os.environ.setdefault("RUST_LOG", "warn")
+
+import torchft.manager
+from torchft.coordination import LighthouseServer
+from torchft.local_sgd import DiLoCo
+from torchft.process_group import ProcessGroupGloo
+
+from monarch_slurm.errors import ConfigError, MonarchSlurmError
+from monarch_slurm.train import state
+from monarch_slurm.train.addresses import in_url
+from monarch_slurm.train.config import Place, TrainConfig
+from monarch_slurm.train.replica import Replica
+from monarch_slurm.train.transfer import StateTransport, Transfer
+
+Emit = Callable[..., None]
+"""Called as ``emit(kind, t=None, **fields)``, always on the thread that trains."""
+
+_QUORUM_TICK = 0.01  # seconds between two looks of the Lighthouse at who is there
+_CONNECT_TIMEOUT = 10.0  # seconds to reach a Lighthouse or a peer's manager
+_naming = threading.Lock()
+
+
+class QuorumError(MonarchSlurmError):
+    """No quorum was to be had in the time allowed: the Lighthouse is gone, or too few replicas are left."""
+
+
+class StateLostError(MonarchSlurmError):
+    """The replicas that met know less than the run had committed: every replica that held its state is gone."""
+
+
+def start_lighthouse(bind_address: str, config: TrainConfig) -> tuple[LighthouseServer, str]:
+    """Start the server that forms quorums, on a free port of one address.
+
+    Args:
+        bind_address: IP address that the trainers can reach; not a wildcard, since it is also what they are told.
+        config: its ``min_replicas`` and time-outs.
+
+    Returns:
+        The server (``shutdown()`` ends it, and so does letting go of it) and its URL, ``http://<address>:<port>``.
+
+    Raises:
+        ConfigError: the address is no IP address of this host, or is a wildcard.
+    """
+    if bind_address in ("0.0.0.0", "::"):  # noqa: S104
+        raise ConfigError(f"the Lighthouse needs one address to be reached at, not {bind_address}")
+    host = in_url(bind_address)
+    try:
+        server = LighthouseServer(
+            bind=f"{host}:0",
+            min_replicas=config.min_replicas,
+            join_timeout_ms=round(config.join_timeout * 1000),
+            quorum_tick_ms=round(_QUORUM_TICK * 1000),
+            heartbeat_timeout_ms=round(config.heartbeat_timeout * 1000),
+        )
+    except RuntimeError as error:
+        raise ConfigError(f"the Lighthouse cannot listen on {bind_address}: {error}") from error
+    return server, f"http://{host}:{server.address().rsplit(':', 1)[1]}"
+
+
+class ReplicaGroup(ProcessGroupGloo):  # type: ignore[misc]  # torchft has no types
+    """Gloo between replicas, on one given address rather than on an interface chosen by name or by host name.
+
+    Attributes:
+        quorum_id: number of the quorum that the group was last made for; -1 before the first.
+    """
+
+    def __init__(self, address: str, timeout: float) -> None:
+        super().__init__(timeout=timedelta(seconds=timeout))
+        self._address = address
+        self.quorum_id = -1
+
+    def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *more: Any, **named: Any) -> None:
+        """Connect to the members of a new quorum."""
+        self.quorum_id = named["quorum_id"] if "quorum_id" in named else more[0]
+        super().configure(store_addr, replica_id, rank, world_size, *more, **named)
+
+    def _create_pg(self, store: Store, rank: int, world_size: int) -> ProcessGroup:
+        options = GlooBackend._Options()  # type: ignore[attr-defined]
+        options._devices = [GlooBackend.create_device(hostname=self._address)]
+        options._timeout = self._timeout
+        backend = GlooBackend(store, rank, world_size, options)
+        backend._set_sequence_number_for_group()
+        kind = ProcessGroup.BackendType.GLOO
+        group = ProcessGroup(store, rank, world_size)
+        group._set_default_backend(kind)
+        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            group._register_backend(torch.device(device), kind, backend)
+        return group
+
+
+@dataclass(frozen=True)
+class Sync:
+    """What came of one sync.
+
+    Attributes:
+        committed: the averaged changes were applied; else the inner steps since the last sync are lost.
+        participants: replicas in the quorum.
+        healed: this replica got its state from another one.
+        seconds: from asking for the quorum to the decision.
+    """
+
+    committed: bool
+    participants: int
+    healed: bool
+    seconds: float
+
+
+class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft has no types
+    """TorchFT's manager, which tells what happens in it.
+
+    Args:
+        config: time-outs and the smallest quorum.
+        place: where this rank stands.
+        replica: the replica's store.
+        emit: told of quorums and transfers.
+        on_sync: called when a sync begins.
+
+    Attributes:
+        joined: a quorum that this replica was part of has formed, and the state that it needed has come.
+    """
+
+    def __init__(
+        self, config: TrainConfig, place: Place, replica: Replica, emit: Emit, on_sync: Callable[[], None]
+    ) -> None:
+        self.joined = False
+        self._emit, self._on_sync = emit, on_sync
+        self._place, self._verify = place, config.verify_state
+        self._saves: dict[str, Callable[[], Any]] = {}
+        self._reports: list[tuple[str, Transfer]] = []
+        self._sync_began = 0.0
+        self._healed = False
+        self._last_sync: Sync | None = None
+        self.group = ReplicaGroup(place.address, config.collective_timeout)
+        self.transport = StateTransport(
+            place.address, config.collective_timeout, replica.mesh, verify=config.verify_state
+        )
+        os.environ.setdefault("TOKIO_WORKER_THREADS", "2")  # one thread per core otherwise, for a heartbeat
+        try:
+            with _manager_server_on(place.address):
+                super().__init__(
+                    pg=self.group,
+                    load_state_dict=None,
+                    state_dict=None,
+                    min_replica_size=config.min_replicas,
+                    use_async_quorum=False,
+                    timeout=timedelta(seconds=config.collective_timeout),
+                    quorum_timeout=timedelta(seconds=config.quorum_timeout),
+                    connect_timeout=timedelta(seconds=_CONNECT_TIMEOUT),
+                    rank=place.rank,
+                    world_size=place.world_size,
+                    store_addr=place.store_address if place.world_size > 1 else place.address,
+                    store_port=replica.port,
+                    lighthouse_addr=place.lighthouse,
+                    # Ranks between replicas follow the order of these names as text, hence the zeros.
+                    replica_id=f"replica_{place.replica:06d}",
+                    hostname=in_url(place.address),
+                    heartbeat_interval=timedelta(seconds=config.heartbeat_interval),
+                    checkpoint_transport=self.transport,
+                    init_sync=False,
+                )
+        except RuntimeError as error:
+            self.transport.shutdown()
+            raise QuorumError(f"replica {place.replica} cannot reach the Lighthouse: {error}") from error
+        _one_line_per_failure.install()
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None:
+        """Add a part of the state that a joining replica is given."""
+        self._saves[key] = state_dict
+        super().register_state_dict_fn(key, load_state_dict, state_dict)
+
+    def full_state(self) -> dict[str, Any]:
+        """Return all that a joining replica is given, in the form in which TorchFT sends it."""
+        return {"user": {key: save() for key, save in self._saves.items()}, "torchft": self.state_dict()}
+
+    def start_quorum(
+        self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
+    ) -> None:
+        """Agree with the other replicas on who takes part in this sync, and heal if this one is behind.
+
+        Raises:
+            QuorumError: it took longer than ``quorum_timeout``.
+            StateLostError: nobody in the quorum has the steps that the run had committed.
+        """
+        self._on_sync()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # TorchFT copies the state on a stream of its own, which waits for no other
+        _one_line_per_failure.rearm()
+        self._last_sync, self._healed = None, False
+        self._sync_began = time.time()
+        self.transport.began_at = None
+        received = len(self.transport.received)
+        self._emit("quorum_asked", step=self.current_step())
+        try:
+            super().start_quorum(allow_heal, shrink_only, timeout)
+        except (TimeoutError, RuntimeError) as error:
+            if self.transport.began_at is not None:
+                raise  # the quorum had formed; what failed is loading the state
+            raise QuorumError(
+                f"replica {self._place.replica} got no quorum from {self._place.lighthouse}: {error}"
+            ) from error
+        self._healed = len(self.transport.received) > received
+        formed = self.transport.began_at or time.time()
+        self._emit(
+            "quorum",
+            t=formed,
+            quorum_id=self.group.quorum_id,
+            participants=self.num_participants(),
+            step=self.current_step(),
+            healing=self._healed,
+            seconds=formed - self._sync_began,
+        )
+        self._reports += [("state_sent", transfer) for transfer in self.transport.sent]
+        self.transport.sent.clear()
+        if self.errored() is not None:
+            # This sync is lost. The peers must not wait for this replica in their collectives until those time out.
+            self.group.abort()
+            return
+        if self.current_step() < self._place.committed_step:
+            raise StateLostError(
+                f"the run had committed {self._place.committed_step} syncs, but the replicas that met know only of"
+                f" {self.current_step()}: every replica that held the state is gone, start the run anew"
+            )
+        self.joined = True
+        if self._healed:
+            self._verify_received()
+
+    def _verify_received(self) -> None:
+        """Hash the state as it is now, in the live modules; peers wait for that, but a copy would cost still more."""
+        transfer = self.transport.received.pop()
+        if self._verify:
+            known: Future[str] = Future()
+            known.set_result(state.digest(self.full_state()))
+            transfer = replace(transfer, sha256=known)
+        self._reports.append(("state_received", transfer))
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        """Decide with the ranks of this replica whether the sync counts."""
+        committed = bool(super().should_commit(timeout))
+        seconds = time.time() - self._sync_began
+        self._last_sync = Sync(committed, self.num_participants(), self._healed, seconds)
+        return committed
+
+    def take_sync(self) -> Sync | None:
+        """Return what came of the sync since the last call, None if there was none."""
+        sync, self._last_sync = self._last_sync, None
+        return sync
+
+    def report_transfers(self, *, wait: bool = False) -> None:
+        """Emit the transfers whose hashes are known by now, oldest first; all of them with ``wait``."""
+        while self._reports:
+            kind, transfer = self._reports[0]
+            if transfer.sha256 is not None and not wait and not transfer.sha256.done():
+                return
+            sha256 = None if transfer.sha256 is None else transfer.sha256.result()
+            fields: dict[str, Any] = {"to": transfer.receivers} if kind == "state_sent" else {}
+            self._emit(
+                kind,
+                t=transfer.at,
+                step=transfer.step,
+                bytes=transfer.nbytes,
+                sha256=sha256,
+                seconds=transfer.seconds,
+                **fields,
+            )
+            self._reports.pop(0)
+
+    def close(self) -> None:
+        """Leave the run: peers see broken sockets at once, the Lighthouse the end of the heartbeats."""
+        self.group.abort()
+        self.shutdown(wait=False)
+
+
+def make_diloco(
+    manager: ReplicaManager, model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig
+) -> DiLoCo:
+    """Return DiLoCo over the whole model as one fragment, which syncs every ``sync_every`` steps of ``optimizer``.
+
+    With one fragment the model equals the global parameters right after each sync.
+    """
+    outer = torch.optim.SGD(
+        model.parameters(), lr=config.outer_lr, momentum=config.outer_momentum, nesterov=config.outer_momentum > 0
+    )
+    return DiLoCo(manager, [model], optimizer, outer, config.sync_every, use_bucketization=False, should_quantize=False)
+
+
+@contextmanager
+def _manager_server_on(address: str) -> Iterator[None]:
+    """Make TorchFT's manager bind its server to ``address``: it names every interface, and takes no argument for it."""
+    original = torchft.manager.ManagerServer
+
+    def bound(*, bind: str, **named: Any) -> Any:
+        return original(bind=f"{in_url(address)}:{bind.rsplit(':', 1)[1]}", **named)
+
+    with _naming:
+        torchft.manager.ManagerServer = bound
+        try:
+            yield
+        finally:
+            torchft.manager.ManagerServer = original
+
+
+class _OneLinePerFailure(logging.Filter):
+    """Lets TorchFT's manager log one line for a failed sync; by itself it logs a traceback for every tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._armed = True
+
+    def install(self) -> None:
+        """Filter what the manager logs, once per process."""
+        logging.getLogger(torchft.manager.__name__).addFilter(self)  # a filter is added only once
+
+    def rearm(self) -> None:
+        """Let the next failure through: a new sync begins."""
+        self._armed = True
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.ERROR:
+            return "NCCL flight recorder" not in record.getMessage()
+        record.msg, record.args = record.getMessage().partition("\n")[0], ()
+        record.exc_info = record.exc_text = None
+        passed, self._armed = self._armed, False
+        return passed
+
+
+_one_line_per_failure = _OneLinePerFailure()

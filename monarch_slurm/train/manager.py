@@ -1,0 +1,237 @@
+"""The orchestration manager of a run: it spawns the Lighthouse and one supervisor per replica, and sees the run through.
+
+It is the controller's program, on the head node. It does no training; it takes events, writes them to the journal, shows them, injects
+failures by schedule, and decides when the run is over.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import monarch_slurm.actor as public
+from monarch_slurm._version import __version__
+from monarch_slurm.actor import Channel, HostMesh, MeshFailure, PortReceiver, this_host
+from monarch_slurm.controller import Journal
+from monarch_slurm.errors import ConfigError, MonarchSlurmError
+from monarch_slurm.train.config import TrainConfig
+from monarch_slurm.train.events import Event, event
+from monarch_slurm.train.injection import Injection
+from monarch_slurm.train.supervisor import TRAINER_ENV, ReplicaActor, RestartPolicy
+from monarch_slurm.train.trainer import LighthouseActor
+
+LIGHTHOUSE_TIMEOUT = 120.0
+"""Seconds for the Lighthouse to start, imports included."""
+
+_TICK = 0.25
+"""Seconds between two looks at the schedule while nothing happens."""
+
+_FINISH_GRACE = 60.0
+"""Seconds that the other replicas may take to finish after the first has."""
+
+
+class RunFailedError(MonarchSlurmError):
+    """The run has ended before its tokens were trained; the report has the whole story."""
+
+
+@dataclass
+class _ReplicaState:
+    training: bool = False
+    finished: set[int] = field(default_factory=set)
+    lost: bool = False
+    generation: int = 0
+
+
+class Run:
+    """One training run, from spawn to end.
+
+    Args:
+        config: what to train.
+        folder: where the journal goes.
+        hosts: the hosts to train on; None is this machine.
+        policy: how often replicas may restart.
+        injections: failures to inject, by time since all replicas began to train.
+        watch: called with every event, on the caller's thread.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        hosts: HostMesh | None = None,
+        policy: RestartPolicy | None = None,
+        injections: Iterator[Injection] | None = None,
+        watch: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        self._config = config
+        self._hosts = hosts
+        self._policy = policy or RestartPolicy()
+        self._injections = injections or iter(())
+        self._next_injection = next(self._injections, None)
+        self._watch = watch
+        self._journal = Journal(folder / "journal.jsonl")
+        self.events: list[Event] = []
+        self._replicas = [_ReplicaState() for _ in range(config.replicas)]
+        self._faults: queue.SimpleQueue[MeshFailure] = queue.SimpleQueue()
+        self._began: float | None = None
+        self._first_finished: float | None = None
+        self._failures = 0
+        self._supervisors: Any = None
+
+    def run(self) -> list[Event]:
+        """Train to the end and return all events.
+
+        Raises:
+            RunFailedError: the run could not be finished; `events` holds what happened.
+            KeyboardInterrupt: it was interrupted; everything that it spawned is stopped.
+        """
+        hook, public.unhandled_fault_hook = public.unhandled_fault_hook, self._faults.put
+        meshes: list[Any] = []
+        ok, reason = False, "interrupted"
+        try:
+            receiver = self._start(meshes)
+            self._follow(receiver)
+            ok, reason = True, "all tokens trained"
+        except MonarchSlurmError as error:
+            reason = str(error)
+            raise
+        finally:
+            public.unhandled_fault_hook = hook
+            for mesh in reversed(meshes):
+                mesh.stop()
+            for mesh in meshes:
+                mesh.stop().exception(timeout=30.0)
+            self._take(event("run_finished", ok=ok, reason=reason))
+            self._journal.close()
+        return self.events
+
+    def _start(self, meshes: list[Any]) -> PortReceiver[Event]:
+        config = self._config
+        home = this_host() if self._hosts is None else self._hosts.flatten("hosts").slice(hosts=0)
+        shares = share_hosts(home if self._hosts is None else self._hosts, config)
+        lighthouse_procs = home.spawn_procs(name="lighthouse", env=TRAINER_ENV)
+        supervisor_procs = home.spawn_procs({"replicas": config.replicas}, name="replica")
+        meshes += [lighthouse_procs, supervisor_procs]
+        lighthouse = lighthouse_procs.spawn("lighthouse", LighthouseActor, config)
+        url = lighthouse.start.call_one().get(LIGHTHOUSE_TIMEOUT)
+        versions = lighthouse.versions.call_one().get(LIGHTHOUSE_TIMEOUT)
+        names = sorted({name for share in shares for name in share.host_names})
+        versions["monarch_slurm"] = __version__
+        self._take(event("run_started", run=self._journal.path.parent.name, config=config.to_dict(), hosts=names, versions=versions))
+        self._take(event("lighthouse", address=url))
+        port, receiver = Channel.open()
+        self._supervisors = supervisor_procs.spawn("replica", ReplicaActor, config, shares, url, self._policy, port)
+        self._supervisors.start.call().get(LIGHTHOUSE_TIMEOUT)
+        return receiver
+
+    def _follow(self, receiver: PortReceiver[Event]) -> None:
+        arriving = receiver.recv()
+        while not self._over():
+            self._check_faults()
+            self._inject_due()
+            try:
+                item = arriving.get(_TICK)
+            except TimeoutError:
+                continue
+            arriving = receiver.recv()
+            self._take(item)
+
+    def _take(self, item: Event) -> None:
+        self.events.append(item)
+        kind = item["kind"]
+        if kind not in ("step", "phase"):
+            self._journal.write(item, sync=kind in ("injected", "detected", "run_finished"))
+        self._note(item)
+        self._watch(item)
+
+    def _note(self, item: Event) -> None:
+        kind = item["kind"]
+        if "replica" not in item:
+            return
+        state = self._replicas[item["replica"]]
+        state.generation = max(state.generation, item["generation"])
+        if item["generation"] < state.generation:
+            return
+        if kind == "sync" and item["committed"]:
+            state.training = True
+            if self._began is None and all(replica.training for replica in self._replicas):
+                self._began = time.monotonic()
+        elif kind in ("detected", "respawn"):
+            state.training = False
+        elif kind == "finished":
+            state.finished.add(item["rank"])
+            self._first_finished = self._first_finished or time.monotonic()
+        elif kind == "replica_lost":
+            state.lost = True
+            state.training = False
+            living = sum(not replica.lost for replica in self._replicas)
+            if living < self._config.min_replicas:
+                raise RunFailedError(
+                    f"{living} of {len(self._replicas)} replicas are left, and a quorum needs {self._config.min_replicas}; "
+                    f"the last one was lost because {item['reason']}"
+                )
+
+    def _over(self) -> bool:
+        if self._first_finished is None:
+            return False
+        ranks = self._config.procs_per_replica
+        # A replica that is being restarted now would find nobody to get the state from: the run does not wait for it.
+        waiting = [
+            replica for replica in self._replicas if replica.training and not replica.lost and len(replica.finished) < ranks
+        ]
+        if not any(len(replica.finished) == ranks for replica in self._replicas):
+            return False
+        return not waiting or time.monotonic() - self._first_finished > _FINISH_GRACE
+
+    def _check_faults(self) -> None:
+        try:
+            failure = self._faults.get_nowait()
+        except queue.Empty:
+            return
+        raise RunFailedError(
+            f"the run's own actors failed, which nothing supervises but the run itself: {failure.report()}"
+        )
+
+    def _inject_due(self) -> None:
+        planned = self._next_injection
+        if planned is None or self._began is None or self._first_finished is not None:
+            return
+        if time.monotonic() - self._began < planned.at:
+            return
+        self._next_injection = next(self._injections, None)
+        target = self._pick_target(planned.replica)
+        if target is None:
+            return
+        self._failures += 1
+        self._supervisors.slice(replicas=target).inject.call_one(self._failures, planned.kind, planned.rank)
+
+    def _pick_target(self, replica: int) -> int | None:
+        """Return ``replica``, or the next one that is training: a failure of what is down already would tell nothing."""
+        count = len(self._replicas)
+        training = [i for i, state in enumerate(self._replicas) if state.training and not state.lost]
+        if len(training) <= self._config.min_replicas:
+            return None  # one less would stop the run, which is not what is to be shown
+        return min(training, key=lambda i: (i - replica) % count)
+
+
+def share_hosts(hosts: HostMesh, config: TrainConfig) -> list[HostMesh]:
+    """Return the hosts of each replica: consecutive hosts each, or hosts in turn when there are more replicas than hosts.
+
+    Raises:
+        ConfigError: the procs of a replica cannot be spread evenly over its hosts.
+    """
+    flat = hosts.flatten("hosts")
+    count = len(flat)
+    if count < config.replicas:
+        return [flat.slice(hosts=slice(r % count, r % count + 1)) for r in range(config.replicas)]
+    per = count // config.replicas
+    if config.procs_per_replica % per:
+        raise ConfigError(
+            f"{config.procs_per_replica} procs per replica cannot be spread evenly over the {per} hosts of each replica: "
+            f"give a multiple of {per}, or more replicas"
+        )
+    return [flat.slice(hosts=slice(r * per, (r + 1) * per)) for r in range(config.replicas)]

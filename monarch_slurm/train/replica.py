@@ -1,0 +1,103 @@
+"""What the ranks of one replica share: a store, a device mesh, and the device that each computes on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from monarch_slurm.train.addresses import interface_of, listen
+from monarch_slurm.train.config import Place
+
+
+@dataclass
+class Replica:
+    """This rank's share of its replica; close it when the trainer ends.
+
+    Attributes:
+        device: where the rank computes.
+        store: the replica's key-value store; rank 0 serves it on its own address only.
+        port: its port.
+        mesh: the ranks as a one-dimensional mesh that parameters are sharded over; None if there is one rank.
+    """
+
+    device: torch.device
+    store: TCPStore
+    port: int
+    mesh: DeviceMesh | None
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Return the sums of ``values`` over the ranks; every rank has to call it."""
+        if self.mesh is None:
+            return values
+        totals = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(totals, group=self.mesh.get_group())
+        return [float(total) for total in totals.tolist()]
+
+    def close(self) -> None:
+        """Leave the replica's process group, if there is one."""
+        if self.mesh is not None:
+            dist.destroy_process_group()
+
+
+def open_replica(place: Place, timeout: float) -> Replica:
+    """Meet the other ranks of the replica.
+
+    With one rank this takes no time and starts no process group. With more, all of them have to come within ``timeout``
+    seconds, which also bounds the replica's own collectives: NCCL (RCCL on AMD) on GPUs, Gloo on the CPU.
+
+    Raises:
+        ConfigError: ``place`` names addresses that this host does not have, or the store's port is taken.
+        torch.distributed.DistError: a rank did not come.
+    """
+    device = _device(place)
+    wait = timedelta(seconds=timeout)
+    if place.world_size == 1:
+        store = _serve_store(place.address, 0, 1, wait)
+        return Replica(device, store, store.port, None)
+    if place.rank == 0:
+        store = _serve_store(place.store_address, place.store_port, place.world_size, wait)
+    else:
+        store = TCPStore(place.store_address, place.store_port, timeout=wait, wait_for_workers=False)
+    # Both libraries choose by interface, not by address. What the user has set, stays.
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, interface_of(place.address))
+    dist.init_process_group(
+        "cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=wait,
+        device_id=device if device.type == "cuda" else None,
+    )
+    mesh = init_device_mesh(device.type, (place.world_size,))
+    return Replica(device, store, store.port, mesh)
+
+
+def _device(place: Place) -> torch.device:
+    """Return the accelerator of this rank ("cuda" is HIP too on AMD), or the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    # A launcher that shows each rank only its own GPU leaves one to count from.
+    device = torch.device("cuda", place.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _serve_store(address: str, port: int, ranks: int, timeout: timedelta) -> TCPStore:
+    # Left to itself the store would listen on every interface; it takes a socket that already listens instead.
+    server = listen(address, port)
+    return TCPStore(
+        address,
+        server.getsockname()[1],
+        world_size=ranks,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=server.detach(),
+    )

@@ -1,0 +1,189 @@
+"""From a plan to a finished report: the run with failures, beside the run without, on this machine or in a Slurm job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from monarch_slurm.actor import HostMesh
+from monarch_slurm.config import configure, settings
+from monarch_slurm.controller import RestartLimit, make_job_folder
+from monarch_slurm.errors import ConfigError, MonarchSlurmError
+from monarch_slurm.job import SlurmJob, job_load
+from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
+from monarch_slurm.train.config import TrainConfig
+from monarch_slurm.train.events import Event
+from monarch_slurm.train.injection import schedule
+from monarch_slurm.train.live import LiveView
+from monarch_slurm.train.manager import Run
+from monarch_slurm.train.report import build_report, load_report, write_report
+from monarch_slurm.train.supervisor import RestartPolicy
+
+PRELOAD = "torch,torchft,monarch_slurm.train.trainer,monarch_slurm.train.engine:preload"
+"""What a zygote imports for training."""
+
+REFERENCE_FOLDER = "reference"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``monarch-slurm train`` was asked for.
+
+    Attributes:
+        config: what to train.
+        out: folder in which the run's folder is made.
+        fail_every: seconds between injected failures; None injects none.
+        failures: kinds of failures, in turn.
+        max_restarts: of one replica's procs within ``restart_window`` seconds, before the failure escalates.
+        reference: ``"auto"``, ``"none"``, or the path of the report of a failure-free run.
+    """
+
+    config: TrainConfig
+    out: str = "runs"
+    fail_every: float | None = None
+    failures: tuple[str, ...] = ("kill", "segfault", "exception", "hang")
+    max_restarts: int = 8
+    restart_window: float = 300.0
+    reference: str = "auto"
+
+    def policy(self) -> RestartPolicy:
+        """Return the restart policy."""
+        return RestartPolicy(mesh=RestartLimit(self.max_restarts, self.restart_window))
+
+
+def train_here(plan: Plan, in_job: bool = False) -> Path:
+    """Train on this machine, or on the hosts of the Slurm job around this process; return the run's folder.
+
+    Raises:
+        MonarchSlurmError: the run could not be made or finished. A report of what happened is written all the same.
+    """
+    reference = check(plan)
+    folder = make_run_folder(Path(plan.out))
+    if not settings().preload:
+        configure(preload=PRELOAD)
+    if not settings().log_dir:
+        configure(log_dir=str(folder / "logs"))
+    with _terminated_as_interrupted():
+        hosts = _job_hosts() if in_job else None
+        print(f"run folder: {folder}", flush=True)
+        if plan.fail_every is not None and plan.reference == "auto":
+            print("training without failures first, to compare with", flush=True)
+            calm = replace(plan, fail_every=None)
+            reference = _train(calm, make_job_folder(folder / REFERENCE_FOLDER), hosts, None)
+        _train(plan, folder, hosts, reference)
+    return folder
+
+
+def check(plan: Plan) -> Any:
+    """Make sure that the plan can work before anything is started or submitted; return the reference report, if one is named.
+
+    Raises:
+        MonarchSlurmError: it cannot; the text says why.
+    """
+    from monarch_slurm.train.data import split_corpus
+    from monarch_slurm.train.engine import model_config
+
+    model_config(plan.config.model)
+    split_corpus(plan.config.data, plan.config.seq_len)
+    if plan.reference in ("auto", "none"):
+        return None
+    return load_report(plan.reference)
+
+
+def make_run_folder(out: Path) -> Path:
+    """Make and return a new folder in ``out`` that is named for the present time.
+
+    Raises:
+        FolderError: it cannot be made.
+    """
+    stem = time.strftime("%Y%m%d-%H%M%S")
+    make_job_folder(out)
+    number = 0
+    while True:
+        folder = out / (f"{stem}-{number}" if number else stem)
+        if not folder.exists():
+            return make_job_folder(folder).absolute()
+        number += 1
+
+
+def train_on_slurm(plan: Plan, nodes: int, options: dict[str, Any]) -> NoReturn:
+    """Submit the run as a Slurm job of ``nodes`` nodes and follow its log; ends this process with the job's exit code.
+
+    Raises:
+        MonarchSlurmError: the job could not be submitted, or ended by something else than its own program.
+    """
+    check(plan)
+    os.environ.setdefault("MONARCH_SLURM_PRELOAD", PRELOAD)
+    job = SlurmJob({"hosts": nodes}, job_name="monarch-train", log_dir=plan.out, **options)
+    job.apply(_inner_command(sys.argv[1:]))
+    print(f"submitted job {job.job_id}; its folder: {job.folder}", flush=True)
+    try:
+        code = job.follow(sys.stdout)
+    except KeyboardInterrupt:
+        job.kill()
+        print(f"cancelled job {job.job_id}", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(code)
+
+
+def _inner_command(arguments: list[str]) -> list[str]:
+    """Return the command that the job's head node runs: the same, by the controller."""
+    return [sys.executable, "-m", "monarch_slurm", *arguments, "--in-job"]
+
+
+def _job_hosts() -> HostMesh:
+    folder = os.environ.get(FOLDER_VARIABLE)
+    if folder is None:
+        raise ConfigError(f"--in-job is for the program that a job starts: {FOLDER_VARIABLE} is not set")
+    state = job_load(str(JobFolder(Path(folder)).job_pickle)).state(cached_path=None)
+    hosts: HostMesh = state.hosts
+    return hosts
+
+
+def _train(plan: Plan, folder: Path, hosts: HostMesh | None, reference: Any) -> dict[str, Any]:
+    config = plan.config
+    injections = None
+    if plan.fail_every is not None:
+        injections = schedule(plan.fail_every, plan.failures, config.replicas, config.procs_per_replica, config.seed)
+    failed: BaseException | None = None
+    with LiveView(config) as view:
+        run = Run(config, folder, hosts, plan.policy(), injections, view.update)
+        try:
+            run.run()
+        except (MonarchSlurmError, KeyboardInterrupt) as error:
+            failed = error
+    report = write(folder, run.events, reference)
+    if failed is not None:
+        raise failed
+    return report
+
+
+def write(folder: Path, events: list[Event], reference: Any) -> dict[str, Any]:
+    """Write the report of ``events`` into ``folder``, say where it is, and return it."""
+    report = build_report(events, reference)
+    _, html = write_report(folder, report)
+    print(f"report: {html}", flush=True)
+    return report
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM (scancel, the time limit) end the run as Ctrl-C does: with everything stopped and a report."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough; the tidying up must not be cut short
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,274 @@
+"""The supervisor of one replica: it spawns the trainers, watches them, and starts them again in place.
+
+Failures come from three sides: a process ends (its host's agent tells), an actor raises (its process tells, traceback included), or
+nothing happens any more (the watchdog tells). All lead to the same restart: the old mesh is killed and a new one spawned, whose
+trainers get the state of the run from a live peer. What fails too often escalates: first the replica's hosts get new zygotes, then
+the replica is given up and the manager of the run decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from monarch_slurm.actor import Actor, Channel, HostMesh, MeshFailure, Port, ProcMesh, current_rank, endpoint
+from monarch_slurm.controller import RestartBudget, RestartLimit
+from monarch_slurm.train.config import TrainConfig
+from monarch_slurm.train.events import Event, event
+from monarch_slurm.train.injection import FailureActor
+from monarch_slurm.train.trainer import TrainerActor
+from monarch_slurm.train.watchdog import Watchdog
+
+TRAINER_ENV: dict[str, str | None] = {"RUST_LOG": "warn", "TOKIO_WORKER_THREADS": "2"}
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """How often a replica may be started again at each level before the failure goes one level up.
+
+    Attributes:
+        mesh: restarts of the replica's procs.
+        hosts: restarts with new zygotes on the replica's hosts.
+        backoff: seconds before the second restart in a row, doubled for each further one.
+    """
+
+    mesh: RestartLimit = RestartLimit(8, 300.0)
+    hosts: RestartLimit = RestartLimit(2, 1800.0)
+    backoff: float = 0.25
+
+
+@dataclass
+class _Generation:
+    """One start of the replica's trainers."""
+
+    number: int
+    procs: ProcMesh
+    trainers: TrainerActor
+    failures: FailureActor
+    watchdog: Watchdog
+    names: frozenset[str]
+    over: bool = False
+
+
+class ReplicaActor(Actor):
+    """Supervises the replica whose index is this actor's rank.
+
+    Args:
+        config: the run.
+        hosts: for each replica, the hosts of its trainers.
+        lighthouse: address of the Lighthouse.
+        policy: how often it may restart.
+        events: where the events of the replica go, its trainers' included.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        hosts: list[HostMesh],
+        lighthouse: str,
+        policy: RestartPolicy,
+        events: Port[Event],
+    ) -> None:
+        self._config = config
+        self._replica = current_rank().rank
+        self._hosts = hosts[self._replica]
+        self._lighthouse = lighthouse
+        self._policy = policy
+        self._events = events
+        self._mesh_budget = RestartBudget(policy.mesh, policy.backoff)
+        self._hosts_budget = RestartBudget(policy.hosts, policy.backoff)
+        self._generation: _Generation | None = None
+        self._next = 0
+        self._finished: set[int] = set()
+        self._committed_step = 0
+        self._injected: int | None = None
+        self._stopped = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @endpoint
+    async def start(self) -> None:
+        """Spawn the trainers for the first time."""
+        self._spawn()
+
+    @endpoint
+    async def inject(self, failure: int, kind: str, rank: int) -> bool:
+        """Make a failure happen in a trainer; False if none is training there now.
+
+        Args:
+            failure: running number of the failure in the run's events.
+        """
+        generation = self._generation
+        if generation is None or generation.over or self._finished or self._stopped:
+            return False
+        self._injected = failure
+        self._emit("injected", failure=failure, type=kind, rank=rank)
+        target = generation.failures.flatten("rank").slice(rank=rank)
+        target.inject.broadcast(kind)
+        return True
+
+    @endpoint
+    async def stop_replica(self) -> None:
+        """End the trainers and start no new ones."""
+        self._stopped = True
+        if self._generation is not None:
+            self._generation.over = True
+            await self._generation.procs.stop()
+
+    async def __supervise__(self, failure: MeshFailure) -> bool:
+        """Restart the replica for a failure of its present trainers; failures of older ones are handled already."""
+        generation = self._generation
+        if generation is None or failure.mesh_name not in generation.names:
+            return True
+        rank = failure.crashed_ranks[0] if failure.crashed_ranks else None
+        self._fail(
+            generation,
+            cause=failure.event.splitlines()[0],
+            rank=rank,
+            exit_text=failure.exit or ("Raised(exception)" if failure.traceback else "Lost(host)"),
+            host=failure.host,
+            pid=failure.pid,
+            traceback=failure.traceback,
+            stderr_tail=list(failure.stderr_tail),
+            detected_at=failure.detected_at,
+        )
+        return True
+
+    # ---- one generation
+
+    def _spawn(self) -> None:
+        config = self._config
+        number, self._next = self._next, self._next + 1
+        per_host = config.procs_per_replica // len(self._hosts)
+        name = f"trainer{self._replica}"
+        procs = self._hosts.spawn_procs({"gpus": per_host}, name=name, env=TRAINER_ENV)
+        port, receiver = Channel.open()
+        trainers = procs.spawn(
+            name, TrainerActor, config, self._replica, number, self._lighthouse, self._committed_step, port
+        )
+        failures = procs.spawn("failure", FailureActor)
+        watchdog = Watchdog(config.procs_per_replica, config.step_deadline, config.sync_deadline, time.monotonic())
+        names = frozenset({procs._layout.mesh, trainers._ref.mesh, failures._ref.mesh})
+        generation = _Generation(number, procs, trainers, failures, watchdog, names)
+        self._generation = generation
+        self._start_task(self._relay(generation, receiver))
+        self._start_task(self._watch(generation))
+        self._start_task(self._begin(generation))
+
+    async def _begin(self, generation: _Generation) -> None:
+        trainers = generation.trainers.flatten("rank")
+        address, port = "127.0.0.1", 0
+        if self._config.procs_per_replica > 1:
+            try:
+                address, port = await trainers.slice(rank=0).store_address.call_one()
+            except RuntimeError:
+                return  # it failed already: __supervise__ is told why
+        trainers.train.broadcast(address, port)
+
+    async def _relay(self, generation: _Generation, receiver: object) -> None:
+        """Hand the trainers' events on, and look at them on the way."""
+        while not generation.over:
+            item: Event = await receiver.recv()  # type: ignore[attr-defined]
+            if generation.over:
+                break
+            generation.watchdog.take(item, time.monotonic())
+            if item["kind"] == "sync" and item["committed"]:
+                self._committed_step = max(self._committed_step, item["step"])
+            elif item["kind"] == "finished":
+                self._finished.add(item["rank"])
+            self._events.send(item)
+        receiver.close()  # type: ignore[attr-defined]
+
+    async def _watch(self, generation: _Generation) -> None:
+        while not generation.over:
+            due = generation.watchdog.due()
+            if due is None:
+                return
+            await asyncio.sleep(max(0.01, due - time.monotonic()))
+            hung = generation.watchdog.hung(time.monotonic())
+            if hung is not None and not generation.over:
+                rank, cause = hung
+                self._fail(generation, cause=f"rank {rank} hangs: {cause}", rank=rank, exit_text="Hung(killed)")
+
+    def _fail(
+        self,
+        generation: _Generation,
+        *,
+        cause: str,
+        rank: int | None,
+        exit_text: str,
+        host: str | None = None,
+        pid: int = 0,
+        traceback: str | None = None,
+        stderr_tail: list[str] | None = None,
+        detected_at: float = 0.0,
+    ) -> None:
+        if generation.over or self._stopped:
+            return
+        generation.over = True
+        failure, self._injected = self._injected, None
+        detected = event(
+            "detected",
+            replica=self._replica,
+            generation=generation.number,
+            failure=failure,
+            cause=cause,
+            host=host or self._hosts.host_names[0],
+            proc=f"{generation.procs._layout.mesh}.{rank if rank is not None else 0}",
+            rank=rank,
+            pid=pid,
+            exit=exit_text,
+            traceback=traceback,
+            stderr_tail=stderr_tail or [],
+        )
+        if detected_at:
+            detected["t"] = detected_at
+        self._events.send(detected)
+        generation.procs._kill()
+        generation.procs.stop()
+        if self._finished:
+            return  # some ranks are done: there is nothing to start again
+        if exit_text == "Lost(host)":
+            self._give_up(f"host {host} is lost")
+        else:
+            self._start_task(self._restart(generation.number))
+
+    async def _restart(self, old: int) -> None:
+        level = "mesh"
+        wait = self._mesh_budget.use(time.monotonic())
+        if wait is None:
+            limit = self._policy.mesh
+            level, wait = "hosts", self._hosts_budget.use(time.monotonic())
+            reason = f"more than {limit.restarts} restarts within {limit.within:g} s"
+            self._emit("escalated", level="hosts" if wait is not None else "job", reason=reason)
+            if wait is None:
+                self._give_up(f"{reason}, and new zygotes on its hosts did not help")
+                return
+            self._hosts._renew()
+        if wait:
+            await asyncio.sleep(wait)
+        if not self._stopped:
+            self._emit("respawn", level=level, attempt=old + 1)
+            self._spawn()
+
+    def _give_up(self, reason: str) -> None:
+        self._stopped = True
+        self._emit("replica_lost", reason=reason)
+
+    def _emit(self, kind: str, **fields: object) -> None:
+        self._events.send(event(kind, replica=self._replica, generation=max(0, self._next - 1), **fields))
+
+    def _start_task(self, coroutine: object) -> None:
+        task = asyncio.ensure_future(coroutine)  # type: ignore[call-overload]
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            # A supervisor with a fault of its own must not go on silently: fail, and let the manager decide.
+            from monarch_slurm.actor.errors import format_exception
+
+            error = task.exception()
+            assert error is not None
+            self._give_up(f"its supervisor failed: {error}\n{format_exception(error)}")

@@ -1,0 +1,108 @@
+"""The actor in a trainer's process: it runs the engine and sends the run's events to its supervisor."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from monarch_slurm.actor import Actor, Port, current_rank, endpoint
+from monarch_slurm.host.agent import ADDRESS_VARIABLE
+from monarch_slurm.train.addresses import listen
+from monarch_slurm.train.config import Place, TrainConfig
+from monarch_slurm.train.events import Event
+from monarch_slurm.train.injection import check_injected
+
+
+class TrainerActor(Actor):
+    """One rank of one replica.
+
+    Args:
+        config: the run.
+        replica: index of the replica; ``generation`` says how often it was started before.
+        lighthouse: address of the Lighthouse.
+        committed_step: the highest committed step that the supervisor has seen.
+        events: where events go.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        replica: int,
+        generation: int,
+        lighthouse: str,
+        committed_step: int,
+        events: Port[Event],
+    ) -> None:
+        self._config = config
+        self._replica = replica
+        self._generation = generation
+        self._lighthouse = lighthouse
+        self._committed_step = committed_step
+        self._events = events
+        self._address = os.environ.get(ADDRESS_VARIABLE, "127.0.0.1")
+
+    @endpoint
+    def store_address(self) -> tuple[str, int]:
+        """Return IP address and a port that is free now, for the store of a replica whose rank 0 this is."""
+        with listen(self._address, 0) as probe:
+            return self._address, int(probe.getsockname()[1])
+
+    @endpoint
+    def train(self, store_address: str, store_port: int) -> None:
+        """Train until the run is done. What it raises ends this actor; its supervisor is told the traceback."""
+        from monarch_slurm.train.engine import LlamaEngine  # torch: only where training happens
+
+        rank = current_rank().rank
+        place = Place(
+            self._replica,
+            rank,
+            self._config.procs_per_replica,
+            self._generation,
+            self._lighthouse,
+            self._address,
+            store_port,
+            store_address,
+            self._committed_step,
+        )
+        LlamaEngine(self._config, place, self._events.send, check_injected).run()
+
+
+class LighthouseActor(Actor):
+    """Holds TorchFT's Lighthouse, in a process of its own."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._server: Any = None
+
+    @endpoint
+    def start(self) -> str:
+        """Start the Lighthouse on this host's address and an ephemeral port; return its URL."""
+        from monarch_slurm.train.fault_tolerance import start_lighthouse
+
+        address = os.environ.get(ADDRESS_VARIABLE, "127.0.0.1")
+        self._server, url = start_lighthouse(address, self._config)
+        return str(url)
+
+    @endpoint
+    def versions(self) -> dict[str, str]:
+        """Return versions of what trains: Python, torch, torchft, the GPU runtime if there is one."""
+        import platform
+        from importlib.metadata import version
+
+        import torch
+
+        found = {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "torchft": version("torchft"),
+            "kernel": platform.release(),
+            "host": socket.gethostname(),
+        }
+        hip, cuda = getattr(torch.version, "hip", None), torch.version.cuda
+        if hip or cuda:
+            found["rocm" if hip else "cuda"] = str(hip or cuda)
+        return found
+
+
