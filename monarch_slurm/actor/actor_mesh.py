@@ -85,7 +85,9 @@ class ActorMesh(MeshTrait, Generic[A]):
             return Endpoint(self, name, attribute._method, attribute._explicit_response_port)
         if callable(attribute):
             return NotAnEndpoint(self, name)
-        raise AttributeError(f"{name!r} of {self._class.__qualname__!r} lives in the actors; add an endpoint that returns it")
+        raise AttributeError(
+            f"{name!r} of {self._class.__qualname__!r} lives in the actors; add an endpoint that returns it"
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ActorMesh, (self._class, self._ref, self._mesh_shape)

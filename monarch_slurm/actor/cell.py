@@ -255,8 +255,6 @@ class Cell:
         return None if getattr(handler, "_monarch_doc_stub", False) else handler
 
 
-
-
 class SyncCell(Cell):
     """An actor whose endpoints are plain functions: a thread without an event loop."""
 
@@ -312,7 +310,9 @@ class SyncCell(Cell):
         try:
             method, args, kwargs = self._prepare(call)
             if inspect.iscoroutinefunction(method):
-                raise TypeError(f"{call.method} is async, and this actor has no event loop: its endpoints are not async")
+                raise TypeError(
+                    f"{call.method} is async, and this actor has no event loop: its endpoints are not async"
+                )
             result = method(*args, **kwargs)
         except BaseException as error:
             self._judge(call, error)
@@ -430,7 +430,9 @@ class AsyncCell(Cell):
     def _is_concurrent(self, call: Call) -> bool:
         return getattr(getattr(type(self.object), call.method, None), "_concurrent", False)
 
-    def _start_task(self, call: Call, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _start_task(
+        self, call: Call, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         async def body() -> None:
             try:
                 result = await method(*args, **kwargs)
@@ -525,5 +527,3 @@ def ref_from_fields(fields: list[Any]) -> ActorRef:
     return ActorRef(
         mesh, name, layout, Shape(labels, Slice(offset=offset, sizes=sizes, strides=strides)), display, class_name
     )
-
-

@@ -149,7 +149,9 @@ class NotAnEndpoint:
 class Endpoint(Generic[R]):
     """An endpoint of a mesh, or of a slice of one. How it is called decides who gets the message and what comes back."""
 
-    def __init__(self, mesh: ActorMesh[Any], name: str, method: Callable[..., Any], explicit: bool, plain: int = 0) -> None:
+    def __init__(
+        self, mesh: ActorMesh[Any], name: str, method: Callable[..., Any], explicit: bool, plain: int = 0
+    ) -> None:
         self._mesh = mesh
         self._name = name
         self._explicit = explicit
@@ -221,7 +223,12 @@ class Endpoint(Generic[R]):
         rank = place or 0
         ranks = [(rank, mesh._shape.ndslice.get(rank))]
         self._send_expecting(
-            args, kwargs, ranks, lambda _, frames: future._resolve(lambda: loads(frames)), future._fail, place is not None
+            args,
+            kwargs,
+            ranks,
+            lambda _, frames: future._resolve(lambda: loads(frames)),
+            future._fail,
+            place is not None,
         )
         return future
 
@@ -282,9 +289,7 @@ def _signature(method: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(method)
 
 
-def as_endpoint(
-    not_an_endpoint: Any, *, propagate: Any = None, explicit_response_port: bool = False
-) -> Endpoint[Any]:
+def as_endpoint(not_an_endpoint: Any, *, propagate: Any = None, explicit_response_port: bool = False) -> Endpoint[Any]:
     """Return an endpoint for a method of a spawned mesh that has no decorator.
 
     Raises:

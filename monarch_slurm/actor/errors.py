@@ -93,7 +93,9 @@ class MeshFailure:
         return f"Supervision event: {self.event}"
 
     def __str__(self) -> str:
-        return f"MeshFailure(mesh_name={self.mesh_name}, crashed_ranks={list(self.crashed_ranks)}, event={self.report()})"
+        return (
+            f"MeshFailure(mesh_name={self.mesh_name}, crashed_ranks={list(self.crashed_ranks)}, event={self.report()})"
+        )
 
     __repr__ = __str__
 

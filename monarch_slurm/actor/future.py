@@ -22,7 +22,9 @@ class Future(Generic[R]):
     """
 
     def __init__(self) -> None:
-        raise TypeError("a Future comes from an endpoint call or another method of this package; it cannot be constructed")
+        raise TypeError(
+            "a Future comes from an endpoint call or another method of this package; it cannot be constructed"
+        )
 
     _lock: threading.Lock
     _decode_lock: threading.Lock

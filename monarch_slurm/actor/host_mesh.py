@@ -137,6 +137,12 @@ class HostMesh(MeshTrait):
             runtime.send(Message("spawn", Address(host, AGENT), runtime.address, fields, body))
         return ProcMesh(layout, shape, name or "anon", ready, len(self._labels))
 
+    def _renew(self) -> None:
+        """Give each host a new zygote; procs that run are left alone."""
+        runtime = context().actor_instance.runtime
+        for rank in self._shape.ndslice:
+            runtime.send(Message("renew", Address(self._hosts[rank], AGENT), runtime.address))
+
     def shutdown(self) -> Future[None]:
         """End the agents of these hosts with all their procs; the hosts cannot be used any more.
 

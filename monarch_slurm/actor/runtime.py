@@ -180,7 +180,9 @@ class Runtime:
             self.send(Message("actor_down", Address(*call.port[:2]), self.address, fields))
 
     def _proc_down(self, down: ProcDown) -> None:
-        text = down.describe() if not down.expected else f"the process this actor was running on was stopped ({down.exit})"
+        text = (
+            down.describe() if not down.expected else f"the process this actor was running on was stopped ({down.exit})"
+        )
         with self._lock:
             self._down[down.address] = text
             notices = self.owned.proc_down(down)

@@ -66,9 +66,7 @@ class Slice:
         Raises:
             IndexError: outside of the slice.
         """
-        if len(coordinates) != self.ndim or any(
-            not 0 <= c < n for c, n in zip(coordinates, self._sizes, strict=True)
-        ):
+        if len(coordinates) != self.ndim or any(not 0 <= c < n for c, n in zip(coordinates, self._sizes, strict=True)):
             raise IndexError(f"coordinates {list(coordinates)} are outside of sizes {self.sizes}")
         return self._offset + sum(c * s for c, s in zip(coordinates, self._strides, strict=True))
 

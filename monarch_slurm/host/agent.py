@@ -98,6 +98,7 @@ class Agent:
             "spawn": self._spawn,
             "stop": self._stop_procs,
             "kill": self._kill_procs,
+            "renew": lambda message: self._procs.renew(),
             "cast": self._cast,
             "host_down": self._owner_host_down,
             "proc_down": self._owner_proc_down,
@@ -176,7 +177,9 @@ class Agent:
         self._welcomed = True
 
     def _fenced(self, message: Message) -> None:
-        logger.error("host %s: the controller gave this host up (%s): ending all procs", self.name, message.fields["cause"])
+        logger.error(
+            "host %s: the controller gave this host up (%s): ending all procs", self.name, message.fields["cause"]
+        )
         self._end(FENCED)
 
     def _shutdown(self, message: Message) -> None:
@@ -252,7 +255,9 @@ class Agent:
         specs = []
         for proc in fields["procs"]:
             name = f"{mesh}.{proc['rank']}"
-            first = Message("start", Address(self.host, name), message.src, {"rank": proc["rank"], **fields["start"]}, message.body)
+            first = Message(
+                "start", Address(self.host, name), message.src, {"rank": proc["rank"], **fields["start"]}, message.body
+            )
             self._waiting[name] = _Waiting(first=first)
             specs.append(
                 ProcSpec(

@@ -151,7 +151,9 @@ class Hub:
 
     def _undeliverable(self, message: Message) -> None:
         host = message.dst.host
-        down = self._gone.get(host) or HostDown(host, host.partition("#")[0], "no agent of this name is connected", time.time())
+        down = self._gone.get(host) or HostDown(
+            host, host.partition("#")[0], "no agent of this name is connected", time.time()
+        )
         notice = Message("host_down", message.src, CONTROLLER, down.to_fields())
         if message.src.host == CONTROLLER.host:
             self._on_message(notice)
@@ -237,5 +239,11 @@ class Hub:
 
 
 def _agent_settings() -> dict[str, object]:
-    names = ("heartbeat_interval", "missed_heartbeats", "mesh_orphan_timeout", "process_exit_timeout", "stderr_tail_lines")
+    names = (
+        "heartbeat_interval",
+        "missed_heartbeats",
+        "mesh_orphan_timeout",
+        "process_exit_timeout",
+        "stderr_tail_lines",
+    )
     return {name: get_global_config()[name] for name in names}

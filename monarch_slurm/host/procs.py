@@ -84,6 +84,16 @@ class ProcTable:
         if self._zygote is None:
             self._zygote = self._start_zygote()
 
+    def renew(self) -> None:
+        """Replace the zygote, in case procs inherit what makes them fail. Procs that run are left alone."""
+        old, self._zygote = self._zygote, None
+        if old is not None:
+            if old.waiting or not old.ready:
+                self._zygote = old  # it has not forked anything yet: it is new
+                return
+            self._retire(old)
+        self.warm()
+
     def spawn(self, specs: list[ProcSpec]) -> None:
         """Start procs. They, too, end in ``on_down`` if they cannot be started."""
         for spec in specs:
@@ -200,6 +210,10 @@ class ProcTable:
             return
         for name in lost:
             self._end(name, f"NotStarted(the zygote ended with status {code})")
+
+    def _retire(self, zygote: _Zygote) -> None:
+        """Close the zygote's socket after what it was asked for: it answers that, then reads the end and leaves."""
+        zygote.socket.shutdown(socket.SHUT_WR)
 
     def _request(self, zygote: _Zygote, specs: list[ProcSpec]) -> None:
         zygote.socket.setblocking(True)

@@ -91,8 +91,12 @@ def read_invitation(path: Path) -> Invitation:
     with open(path) as file:
         info = os.fstat(file.fileno())
         if info.st_uid != os.getuid():
-            raise KeyFileError(f"{path} belongs to uid {info.st_uid}, not to you (uid {os.getuid()}): refusing its keys")
+            raise KeyFileError(
+                f"{path} belongs to uid {info.st_uid}, not to you (uid {os.getuid()}): refusing its keys"
+            )
         if stat.S_IMODE(info.st_mode) & 0o077:
             mode = stat.S_IMODE(info.st_mode)
-            raise KeyFileError(f"{path} has mode {mode:04o}: others can reach its keys; cancel the job and run it again")
+            raise KeyFileError(
+                f"{path} has mode {mode:04o}: others can reach its keys; cancel the job and run it again"
+            )
         return Invitation.from_json(file.read())
