@@ -1,0 +1,314 @@
+"""Building and loading the native modules: C++ in ``native/``, compiled on this machine into a cache.
+
+Nothing here is needed to install or import the package. A module is built by `build_native` (the explicit step), or by
+`load_native` when it is first used and a C++ compiler is there. GPU runtimes, RCCL or NCCL and libibverbs are not
+linked: each module opens them when they are needed, so that what a login node builds works on every node.
+
+Settings, read from the environment:
+
+- ``MONARCH_SLURM_GPU_PLATFORM``: ``rocm``, ``cuda`` or ``none``; unset: what the installed torch was made for, else
+  what the machine has
+- ``MONARCH_SLURM_NATIVE_CACHE``: the folder of built modules; unset: ``~/.cache/monarch_slurm/native``
+- ``MONARCH_SLURM_NATIVE_BUILD=never``: `load_native` never compiles
+- ``MONARCH_SLURM_NATIVE_SANITIZE``: what to give to ``-fsanitize=``, for tests
+- ``CXX``: the compiler; unset: ``c++`` or ``g++``
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from monarch_slurm.errors import ConfigError, MonarchSlurmError
+
+PLATFORMS = ("rocm", "cuda", "none")
+
+_log = logging.getLogger(__name__)
+
+
+class NativeBuildError(MonarchSlurmError):
+    """A native module could not be built or is not there: the text quotes the compiler and says what to install."""
+
+
+@dataclass(frozen=True)
+class Extension:
+    """One native module.
+
+    Args:
+        sources: patterns of files in ``native/src``; a pattern that finds nothing adds nothing.
+        links_torch: compiled against torch's headers and linked with its libraries; the others need neither.
+    """
+
+    sources: tuple[str, ...]
+    links_torch: bool = False
+
+
+EXTENSIONS = {
+    "_native": Extension(("dl.cpp", "gpu_*.cpp", "ccl.cpp", "native_module.cpp")),
+    "_rdma": Extension(("dl.cpp", "rdma*.cpp")),
+    "_c10d": Extension(("dl.cpp", "ccl.cpp", "c10d_*.cpp"), links_torch=True),
+}
+"""Every native module, by name. A module none of whose own sources is there is left out of a build."""
+
+
+def gpu_platform() -> str:
+    """Return the GPU platform to build for: ``rocm``, ``cuda`` or ``none``. Touches no device and imports no torch.
+
+    Raises:
+        ConfigError: ``MONARCH_SLURM_GPU_PLATFORM`` is something else.
+    """
+    wanted = os.environ.get("MONARCH_SLURM_GPU_PLATFORM", "")
+    if wanted:
+        if wanted not in PLATFORMS:
+            raise ConfigError(f"MONARCH_SLURM_GPU_PLATFORM={wanted!r}: one of {', '.join(PLATFORMS)} expected")
+        return wanted
+    folder = torch_folder()
+    version = folder / "version.py" if folder else None
+    if version is not None and version.is_file():
+        text = version.read_text()
+        if re.search(r"^hip\b[^=\n]*=\s*['\"]", text, re.MULTILINE):
+            return "rocm"
+        if re.search(r"^cuda\b[^=\n]*=\s*['\"]", text, re.MULTILINE):
+            return "cuda"
+    if Path("/dev/kfd").exists():
+        return "rocm"
+    if Path("/proc/driver/nvidia/version").exists():
+        return "cuda"
+    return "none"
+
+
+def torch_folder() -> Path | None:
+    """Return where torch is installed, without importing it; None when it is not."""
+    spec = importlib.util.find_spec("torch")
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def sources_folder() -> Path:
+    """Return the folder of the C++ sources: in the installed package, or in the source tree.
+
+    Raises:
+        NativeBuildError: this installation came without them.
+    """
+    package = Path(__file__).resolve().parent
+    for folder in (package / "native_sources", package.parent / "native"):
+        if (folder / "src").is_dir():
+            return folder
+    raise NativeBuildError(f"{package} was installed without the native sources; install monarch_slurm from its source")
+
+
+def cache_folder() -> Path:
+    """Return the folder that holds the built modules, one subfolder per key of versions and platform."""
+    given = os.environ.get("MONARCH_SLURM_NATIVE_CACHE")
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "monarch_slurm" / "native"
+
+
+def build_native(
+    names: Iterable[str] | None = None, *, platform: str | None = None, strict: bool = False, force: bool = False
+) -> dict[str, Path]:
+    """Compile native modules into the cache; what is already there is not compiled again.
+
+    Args:
+        names: which of `EXTENSIONS`; None: all that the installed packages allow (``_c10d`` only when torch is there).
+        platform: ``rocm``, ``cuda`` or ``none``; None: `gpu_platform`.
+        strict: warnings are errors.
+        force: compile again.
+
+    Returns:
+        The file of each module, by name.
+
+    Raises:
+        NativeBuildError: no compiler, no headers, or the compiler refused.
+        ConfigError: an unknown name or platform.
+    """
+    platform = platform or gpu_platform()
+    if platform not in PLATFORMS:
+        raise ConfigError(f"platform {platform!r}: one of {', '.join(PLATFORMS)} expected")
+    if names is None:
+        names = [
+            name for name in EXTENSIONS if _is_there(name) and (torch_folder() or not EXTENSIONS[name].links_torch)
+        ]
+    built = {}
+    for name in names:
+        recipe = _recipe(name, platform, strict)
+        if force or not recipe.target.is_file():
+            _build(recipe, force)
+        built[name] = recipe.target
+    return built
+
+
+def load_native(name: str, *, platform: str | None = None) -> ModuleType:
+    """Import a native module, building it first when it is not in the cache.
+
+    The imported module stays: a second call with the same name and platform returns it.
+
+    Raises:
+        NativeBuildError: it is not built and cannot be.
+    """
+    platform = platform or gpu_platform()
+    qualified = f"monarch_slurm.{name}" if platform == gpu_platform() else f"monarch_slurm.{name}_{platform}.{name}"
+    loaded = sys.modules.get(qualified)
+    if loaded is not None:
+        return loaded
+    recipe = _recipe(name, platform, strict=False)
+    if not recipe.target.is_file():
+        if os.environ.get("MONARCH_SLURM_NATIVE_BUILD") == "never":
+            raise NativeBuildError(f"{name} for {platform} is not built; run `monarch-slurm build-native` first")
+        _log.info("building %s for %s, once", name, platform)
+        _build(recipe, force=False)
+    loader = importlib.machinery.ExtensionFileLoader(qualified, str(recipe.target))
+    spec = importlib.util.spec_from_file_location(qualified, recipe.target, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    sys.modules[qualified] = module
+    return module
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    name: str
+    target: Path
+    command: list[str]
+
+
+def _is_there(name: str) -> bool:
+    return bool(_own_sources(name))
+
+
+def _own_sources(name: str) -> list[Path]:
+    folder = sources_folder() / "src"
+    files = {path for pattern in EXTENSIONS[name].sources for path in folder.glob(pattern)}
+    shared = {folder / "dl.cpp", folder / "ccl.cpp"} if name != "_native" else set()
+    return sorted(files) if files - shared else []
+
+
+def _recipe(name: str, platform: str, strict: bool) -> _Recipe:
+    if name not in EXTENSIONS:
+        raise ConfigError(f"there is no native module {name!r}; there are {', '.join(EXTENSIONS)}")
+    sources = _own_sources(name)
+    if not sources:
+        raise NativeBuildError(f"{sources_folder() / 'src'} has no sources of {name}")
+    compiler = _compiler()
+    flags = ["-O2", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"]
+    sanitize = os.environ.get("MONARCH_SLURM_NATIVE_SANITIZE")
+    if sanitize:
+        flags += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined"]
+    if strict:
+        flags.append("-Werror")
+    flags += [f"-DMONARCH_PLATFORM_{platform.upper()}=1", f"-I{sources_folder() / 'include'}"]
+    flags += [f"-isystem{path}" for path in (sysconfig.get_path("include"), *_binding_headers())]
+    links = ["-ldl", "-lpthread"]
+    if EXTENSIONS[name].links_torch:
+        more, links_torch = _torch_flags(name)
+        flags += more
+        links += links_torch
+    else:
+        flags.append("-std=c++17")
+    key = _key(name, platform, compiler, [*flags, *links])
+    suffix = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
+    target = cache_folder() / key / f"{name}{suffix}"
+    return _Recipe(name, target, [*compiler, *flags, *map(str, sources), *links])
+
+
+def _binding_headers() -> list[Path]:
+    """Where pybind11's headers are: torch carries them; the package pybind11 will do as well."""
+    torch = torch_folder()
+    if torch is not None and (torch / "include" / "pybind11").is_dir():
+        return [torch / "include"]
+    spec = importlib.util.find_spec("pybind11")
+    if spec and spec.origin:
+        return [Path(spec.origin).parent / "include"]
+    raise NativeBuildError("neither torch nor pybind11 is installed; one of them must bring pybind11's headers")
+
+
+def _torch_flags(name: str) -> tuple[list[str], list[str]]:
+    try:
+        import torch
+        from torch.utils import cpp_extension
+    except ImportError as error:
+        raise NativeBuildError(f"{name} is built against torch, which cannot be imported: {error}") from error
+    flags = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    flags += ["-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    flags.append(f"-DTORCH_EXTENSION_NAME={name}")
+    links = []
+    for path in cpp_extension.library_paths():
+        links += [f"-L{path}", f"-Wl,-rpath,{path}"]
+    return flags, [*links, "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+
+
+def _compiler() -> list[str]:
+    given = os.environ.get("CXX")
+    if given:
+        command = shlex.split(given)
+        if shutil.which(command[0]) is None:
+            raise NativeBuildError(f"CXX={given}: there is no such program on the PATH")
+        return command
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    raise NativeBuildError(
+        "there is no C++ compiler; install g++ (Debian, Ubuntu: apt install g++; RHEL: dnf install gcc-c++), or run "
+        "`monarch-slurm build-native` on a node that has one and shares this cache folder: " + str(cache_folder())
+    )
+
+
+def _key(name: str, platform: str, compiler: list[str], flags: list[str]) -> str:
+    """Name the folder of a build: whatever would change the module changes the key."""
+    digest = hashlib.sha256()
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    torch = torch_folder()
+    torch_version = torch / "version.py" if torch else None
+    for text in (name, platform, version, sys.version, " ".join(flags)):
+        digest.update(text.encode() + b"\0")
+    if torch_version is not None and torch_version.is_file():
+        digest.update(torch_version.read_bytes())
+    for path in sorted([*_own_sources(name), *(sources_folder() / "include").glob("**/*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    return f"{python}-{platform}-{digest.hexdigest()[:16]}"
+
+
+def _build(recipe: _Recipe, force: bool) -> None:
+    recipe.target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(recipe.target.with_suffix(".lock")):
+        if recipe.target.is_file() and not force:
+            return  # another process of this node built it while we waited
+        with tempfile.TemporaryDirectory(dir=recipe.target.parent) as scratch:
+            output = Path(scratch) / recipe.target.name
+            command = [*recipe.command, "-o", str(output)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise NativeBuildError(
+                    f"building {recipe.name} failed ({shlex.join(command)}):\n{_tail(done.stderr or done.stdout)}"
+                )
+            os.replace(output, recipe.target)  # a reader sees the whole file or none
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _tail(text: str, lines: int = 40) -> str:
+    return "\n".join(text.splitlines()[-lines:])
