@@ -282,7 +282,9 @@ class LlamaEngine:
             seconds=sync.seconds,
         )
         self._local_step, self._participants = 0, sync.participants
-        if sync.committed and self._tokens < self._config.tokens:
+        if self._tokens >= self._config.tokens:
+            return
+        if sync.committed:
             # All replicas hold the same parameters now; one of them evaluates, and the next sync waits for it.
             interval = self._config.tokens_per_sync * self._config.replicas * _EVALUATIONS
             due = step % math.ceil(self._config.tokens / interval) == 0

@@ -245,7 +245,8 @@ def init_parameters(model: Llama, seed: int) -> None:
             local.fill_(1.0)
             continue
         generator = torch.Generator(device=local.device)
-        generator.manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
+        # 32 bits, because the CPU generator ignores the higher ones.
+        generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         deviation = narrow if name.endswith(("wo.weight", "w2.weight")) else 0.02
         if isinstance(parameter, DTensor):
             whole = torch.empty(parameter.shape, dtype=local.dtype, device=local.device)

@@ -10,17 +10,40 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 
-from monarch_slurm.actor import Actor, Channel, HostMesh, MeshFailure, Port, ProcMesh, current_rank, endpoint
+from monarch_slurm.actor import (
+    Actor,
+    Channel,
+    HostMesh,
+    MeshFailure,
+    Port,
+    PortReceiver,
+    ProcMesh,
+    SupervisionError,
+    current_rank,
+    endpoint,
+)
+from monarch_slurm.actor.errors import format_exception
 from monarch_slurm.controller import RestartBudget, RestartLimit
 from monarch_slurm.train.config import TrainConfig
 from monarch_slurm.train.events import Event, event
 from monarch_slurm.train.injection import FailureActor
-from monarch_slurm.train.trainer import TrainerActor
+from monarch_slurm.train.trainer import PulseActor, TrainerActor
 from monarch_slurm.train.watchdog import Watchdog
 
 TRAINER_ENV: dict[str, str | None] = {"RUST_LOG": "warn", "TOKIO_WORKER_THREADS": "2"}
+
+_WATCH_SECONDS = 0.1
+"""Longest pause between two looks at the deadlines."""
+
+_PULSE_SECONDS = 0.5
+"""Pause between a sign of life and the next question for one."""
+
+NOT_RETRIED = ("ConfigError", "DataError", "NonFiniteLossError", "StateLostError")
+"""Errors of the engine that another start would only meet again."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +69,12 @@ class _Generation:
     procs: ProcMesh
     trainers: TrainerActor
     failures: FailureActor
+    pulses: PulseActor
     watchdog: Watchdog
     names: frozenset[str]
     over: bool = False
+    hopeless: str = ""
+    """An error that a new start would not mend."""
 
 
 class ReplicaActor(Actor):
@@ -147,13 +173,16 @@ class ReplicaActor(Actor):
             name, TrainerActor, config, self._replica, number, self._lighthouse, self._committed_step, port
         )
         failures = procs.spawn("failure", FailureActor)
+        pulses = procs.spawn("pulse", PulseActor)
         watchdog = Watchdog(config.procs_per_replica, config.step_deadline, config.sync_deadline, time.monotonic())
-        names = frozenset({procs._layout.mesh, trainers._ref.mesh, failures._ref.mesh})
-        generation = _Generation(number, procs, trainers, failures, watchdog, names)
+        names = frozenset({procs._layout.mesh, *(mesh._ref.mesh for mesh in (trainers, failures, pulses))})
+        generation = _Generation(number, procs, trainers, failures, pulses, watchdog, names)
         self._generation = generation
         self._start_task(self._relay(generation, receiver))
         self._start_task(self._watch(generation))
         self._start_task(self._begin(generation))
+        for rank in range(config.procs_per_replica):
+            self._start_task(self._feel_pulse(generation, rank))
 
     async def _begin(self, generation: _Generation) -> None:
         trainers = generation.trainers.flatten("rank")
@@ -161,14 +190,14 @@ class ReplicaActor(Actor):
         if self._config.procs_per_replica > 1:
             try:
                 address, port = await trainers.slice(rank=0).store_address.call_one()
-            except RuntimeError:
-                return  # it failed already: __supervise__ is told why
+            except SupervisionError:
+                return  # it has ended, which __supervise__ is told
         trainers.train.broadcast(address, port)
 
-    async def _relay(self, generation: _Generation, receiver: object) -> None:
+    async def _relay(self, generation: _Generation, receiver: PortReceiver[Event]) -> None:
         """Hand the trainers' events on, and look at them on the way."""
         while not generation.over:
-            item: Event = await receiver.recv()  # type: ignore[attr-defined]
+            item: Event = await receiver.recv()
             if generation.over:
                 break
             generation.watchdog.take(item, time.monotonic())
@@ -176,19 +205,34 @@ class ReplicaActor(Actor):
                 self._committed_step = max(self._committed_step, item["step"])
             elif item["kind"] == "finished":
                 self._finished.add(item["rank"])
+            elif item["kind"] == "error" and item["error"].partition(":")[0] in NOT_RETRIED:
+                generation.hopeless = item["error"]
             self._events.send(item)
-        receiver.close()  # type: ignore[attr-defined]
+        receiver.close()
 
     async def _watch(self, generation: _Generation) -> None:
         while not generation.over:
             due = generation.watchdog.due()
             if due is None:
                 return
-            await asyncio.sleep(max(0.01, due - time.monotonic()))
+            # Not until `due`: a change of phase may bring an earlier deadline meanwhile.
+            await asyncio.sleep(min(max(0.01, due - time.monotonic()), _WATCH_SECONDS))
             hung = generation.watchdog.hung(time.monotonic())
             if hung is not None and not generation.over:
                 rank, cause = hung
                 self._fail(generation, cause=f"rank {rank} hangs: {cause}", rank=rank, exit_text="Hung(killed)")
+
+    async def _feel_pulse(self, generation: _Generation, rank: int) -> None:
+        process = generation.pulses.flatten("rank").slice(rank=rank)
+        try:
+            await process.pulse.call_one()  # the first answer may wait for a zygote that still loads
+            while not generation.over:
+                generation.watchdog.pulse_asked(rank, time.monotonic())
+                await process.pulse.call_one()
+                generation.watchdog.pulse_answered(rank)
+                await asyncio.sleep(_PULSE_SECONDS)
+        except SupervisionError:
+            return  # it has ended, which __supervise__ is told
 
     def _fail(
         self,
@@ -228,7 +272,9 @@ class ReplicaActor(Actor):
         generation.procs.stop()
         if self._finished:
             return  # some ranks are done: there is nothing to start again
-        if exit_text == "Lost(host)":
+        if generation.hopeless:
+            self._give_up(generation.hopeless)
+        elif exit_text == "Lost(host)":
             self._give_up(f"host {host} is lost")
         else:
             self._start_task(self._restart(generation.number))
@@ -258,8 +304,8 @@ class ReplicaActor(Actor):
     def _emit(self, kind: str, **fields: object) -> None:
         self._events.send(event(kind, replica=self._replica, generation=max(0, self._next - 1), **fields))
 
-    def _start_task(self, coroutine: object) -> None:
-        task = asyncio.ensure_future(coroutine)  # type: ignore[call-overload]
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
 
@@ -267,8 +313,6 @@ class ReplicaActor(Actor):
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             # A supervisor with a fault of its own must not go on silently: fail, and let the manager decide.
-            from monarch_slurm.actor.errors import format_exception
-
             error = task.exception()
             assert error is not None
             self._give_up(f"its supervisor failed: {error}\n{format_exception(error)}")

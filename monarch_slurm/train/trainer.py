@@ -69,6 +69,14 @@ class TrainerActor(Actor):
         LlamaEngine(self._config, place, self._events.send, check_injected).run()
 
 
+class PulseActor(Actor):
+    """Runs beside a trainer, in the same process, and answers as long as the interpreter there runs."""
+
+    @endpoint
+    def pulse(self) -> None:
+        """Give a sign of life."""
+
+
 class LighthouseActor(Actor):
     """Holds TorchFT's Lighthouse, in a process of its own."""
 

@@ -1,8 +1,9 @@
 """Which rank of a replica has stopped making progress. Pure: events and times in, a verdict out.
 
-A trainer says when it changes its phase and after every step. While it computes, each step has a deadline of its own. While it syncs it
-may rightly wait for others, so the deadline there is long: it only has to catch a rank that hangs inside a collective, whose peers
-have been let go by the collective's own time-out.
+There are two signs of life. A trainer says when it changes its phase and after every step: while it computes, each step has a deadline
+of its own; while it syncs it may rightly wait for others, so the deadline there is long. And its process answers a pulse, in
+every phase: an interpreter that does not has stopped, or is held by native code that keeps the GIL, while the heartbeats that
+TorchFT's own threads send go on.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Watchdog:
             "sync": sync_deadline,
             "eval": EVAL_DEADLINE,
         }
+        self._step_deadline = step_deadline
         self._progress = {rank: _Progress("start", now) for rank in range(ranks)}
+        self._asked: dict[int, float] = {}
 
     def take(self, event: Event, now: float) -> None:
         """Note an event of one of the ranks."""
@@ -52,22 +55,35 @@ class Watchdog:
             self._progress[event["rank"]] = _Progress(event["phase"], now)
         elif event["kind"] == "finished":
             del self._progress[event["rank"]]
+            self._asked.pop(event["rank"], None)
         else:
             progress.since = now
 
+    def pulse_asked(self, rank: int, now: float) -> None:
+        """The process of ``rank`` was asked for a sign of life."""
+        if rank in self._progress:
+            self._asked[rank] = now
+
+    def pulse_answered(self, rank: int) -> None:
+        """It gave one."""
+        self._asked.pop(rank, None)
+
     def due(self) -> float | None:
         """Return the time of the next deadline, or None if nothing is watched any more."""
-        return min((p.since + self._deadlines[p.phase] for p in self._progress.values()), default=None)
+        return min((deadline for deadline, _, _, _ in self._deadlines_now()), default=None)
 
     def hung(self, now: float) -> tuple[int, str] | None:
-        """Return the rank that is longest over its deadline and what it did not finish, or None."""
-        over = [
-            (now - progress.since - self._deadlines[progress.phase], rank, progress)
-            for rank, progress in self._progress.items()
-        ]
-        late = [entry for entry in over if entry[0] >= 0]
+        """Return the rank that is longest over its deadline and what it did not do, or None."""
+        late = [entry for entry in self._deadlines_now() if entry[0] <= now]
         if not late:
             return None
-        _, rank, progress = max(late, key=lambda entry: entry[0])
-        waited = now - progress.since
-        return rank, f"no progress in phase {progress.phase!r} for {waited:.1f} s"
+        _, rank, since, what = min(late)
+        return rank, f"{what} for {now - since:.1f} s"
+
+    def _deadlines_now(self) -> list[tuple[float, int, float, str]]:
+        steps = [
+            (p.since + self._deadlines[p.phase], rank, p.since, f"no progress in phase {p.phase!r}")
+            for rank, p in self._progress.items()
+        ]
+        silent = "its interpreter has not answered (stopped, or native code holds the GIL)"
+        return steps + [(asked + self._step_deadline, rank, asked, silent) for rank, asked in self._asked.items()]

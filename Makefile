@@ -1,0 +1,53 @@
+# make demo   train through failures on this machine, in .venv
+# make test   install what the tests need (apt, pip) and run them all
+# make lint   formatting, lint, types, import direction
+# make bench  recovery times
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+.PHONY: demo test test-quick lint format bench clean
+
+demo: $(VENV)/.train
+	$(BIN)/monarch-slurm train --local --replicas 4 --model tiny --tokens 900000 --fail-every 6 --step-deadline 3
+
+test: $(VENV)/.dev
+	bash tests/install_packages.sh
+	$(MAKE) lint
+	$(BIN)/python -m pytest -m "not slow" tests
+	$(BIN)/python -m pytest -m "slow" tests
+
+test-quick: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not slow and not slurm and not train" tests
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.train
+	$(BIN)/python bench/recovery.py
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "error: $(PYTHON) is older than 3.10; say make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "error: cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
+
+# The versions of constraints.txt; torch is the CPU build that it names.
+$(VENV)/.train: setup.cfg constraints.txt | $(VENV)/bin/python
+	$(PIP_INSTALL) --editable ".[train]"
+	@touch $@
+
+$(VENV)/.dev: setup.cfg constraints.txt | $(VENV)/bin/python
+	$(PIP_INSTALL) --editable ".[train,dev]"
+	@touch $@ $(VENV)/.train
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
