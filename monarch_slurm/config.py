@@ -27,6 +27,8 @@ class _Settings:
     """Seconds that a new local host agent may take to report."""
     proc_start_timeout: float = 60.0
     """Seconds that a spawned proc may take to report; loading a zygote's preloaded modules does not count."""
+    preload_timeout: float = 300.0
+    """Seconds that a zygote may take to import what it preloads; then procs import it themselves."""
     process_exit_timeout: float = 5.0
     """Seconds that a stopped proc may take to end before it is killed."""
     cleanup_timeout: float = 3.0
@@ -35,7 +37,7 @@ class _Settings:
     """Comma-separated modules that a zygote imports before it forks procs (``torch`` saves each proc seconds)."""
     runtime_dir: str = ""
     """Folder for Unix sockets; empty: one in ``$XDG_RUNTIME_DIR`` or ``/tmp``. Paths may not exceed 107 characters."""
-    stderr_tail_lines: int = 20
+    stderr_tail_lines: int = 40
     """Lines of a proc's stderr that a failure report quotes."""
     log_dir: str = ""
     """Folder where an agent writes one log file per proc; empty: lines go to the agent's own output, prefixed."""
@@ -81,7 +83,7 @@ def configure(**values: Any) -> None:
             raise ValueError(f"unknown setting {name!r}; there are: {', '.join(sorted(fields))}")
         kind = type(getattr(_Settings, name))
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)  # noqa: PLW2901
+            value = float(value)
         if type(value) is not kind:
             raise TypeError(f"setting {name!r} must be {kind.__name__}, not {type(value).__name__}")
         _runtime[name] = value

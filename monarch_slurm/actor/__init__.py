@@ -6,8 +6,10 @@ Source-compatible with Monarch's ``monarch.actor``. The map of this folder:
 - `actor`, `endpoint`, `actor_mesh`, `proc_mesh`, `host_mesh`: what is written and called
 - `future`, `port`: what comes back
 - `context`: who is running
-- `cell`: a running actor; `runtime`: the actors of one process; `owned`, `replies`: who is told of failures
-- `client`, `proc_main`: the two kinds of processes
+- `cell`, `sync_cell`, `async_cell`: a running actor; `birth`: how it becomes one
+- `runtime`: the actors of one process; `messages`: what runtimes tell each other; `owned`, `replies`: who is told of
+failures
+- `client`, `proc_main`: the two kinds of processes; `local_host`: the client's own machine
 """
 
 from monarch_slurm.actor.actor import Actor

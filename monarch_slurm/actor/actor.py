@@ -14,9 +14,9 @@ from monarch_slurm.actor.shape import Shape
 class Actor(MeshTrait):
     """Subclass this, decorate methods with `endpoint`, and spawn it on a proc mesh: one instance runs in each proc.
 
-    An instance handles one message at a time. When it owns meshes, ``__supervise__(failure)`` is called for their failures; a true
-    result means handled, anything else makes this actor fail in turn. ``__cleanup__(error)`` runs when it ends; ``error`` is None
-    for a graceful stop.
+    An instance handles one message at a time. When it owns meshes, ``__supervise__(failure)`` is called for their
+    failures; a true result means handled, anything else makes this actor fail in turn. ``__cleanup__(error)`` runs when
+    it ends; ``error`` is None for a graceful stop.
     """
 
     @functools.cached_property

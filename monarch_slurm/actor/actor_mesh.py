@@ -54,24 +54,10 @@ class ActorMesh(MeshTrait, Generic[A]):
 
     def stop(self, reason: str = "stopped by client") -> Future[None]:
         """Stop the actors once they have handled what was sent before; resolves when all have ended. Begins at once."""
-        runtime = context().actor_instance.runtime
         future: Future[None] = Future._pending()
-        owned = runtime.owned.actors.get(self._ref.mesh)
-        if owned is not None:
-            owned.stopping = True
-        ndslice = self._shape.ndslice
-        missing = [len(ndslice)]
-
-        def ended(rank: int, why: str) -> None:
-            missing[0] -= 1
-            if missing[0] == 0:
-                future._resolve(lambda: None)
-
-        # No answer ever comes to this port: what is waited for is the news that each actor is no more.
-        ranks = list(enumerate(ndslice))
-        port = runtime.expect_from(self._ref, self._ref.layout, ranks, lambda *_: None, ended)
-        fields = {"op": "stop", "mesh": self._ref.mesh, "reason": reason, "port": port}
-        runtime.cast(self._ref.layout, ndslice, fields, [])
+        runtime = context().actor_instance.runtime
+        timeout = settings().process_exit_timeout
+        runtime.stop_actors(self._ref, self._shape.ndslice, reason, timeout, lambda: future._resolve(lambda: None))
         return future
 
     def __getattr__(self, name: str) -> Any:
@@ -106,10 +92,6 @@ def check_class(actor_class: type) -> None:
     for name in endpoints_of(actor_class):
         if hasattr(ActorMesh, name):
             raise ValueError(
-                f"ActorMesh has an attribute that collides with an endpoint name: {name!r} of {actor_class.__qualname__}"
+                "ActorMesh has an attribute that collides with an endpoint name: "
+                f"{name!r} of {actor_class.__qualname__}"
             )
-
-
-def cleanup_seconds() -> float:
-    """Return how long a graceful stop of a process may take: its actors' cleanups and a little more."""
-    return settings().process_exit_timeout

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from monarch_slurm.actor.errors import MeshFailure
-from monarch_slurm.actor.layout import ActorRef
-from monarch_slurm.actor.shape import Extent, Point
+from monarch_slurm.actor.layout import ActorRef, ProcLayout
+from monarch_slurm.actor.shape import Extent, Point, Shape, Slice
 from monarch_slurm.wire import Address
 
 if TYPE_CHECKING:
@@ -64,7 +64,6 @@ class Instance:
     display: str
     ref: ActorRef | None
     base_rank: int
-    _children: dict[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -84,16 +83,21 @@ class Instance:
     @property
     def proc(self) -> ProcMesh:
         """The mesh of the one proc that it runs in."""
-        return self.runtime.proc_of(self)
+        layout, _ = self._home()
+        assert _make_proc_mesh is not None
+        return _make_proc_mesh(layout, Shape((), Slice(offset=self.base_rank, sizes=(), strides=())))
 
     @property
     def proc_mesh(self) -> ProcMesh:
         """The proc mesh that it was spawned on."""
-        return self.runtime.proc_mesh_of(self)
+        assert _make_proc_mesh is not None
+        return _make_proc_mesh(*self._home())
 
-    def as_creator(self) -> CreatorInstance:
-        """Return what a spawned actor gets to know of this one."""
-        return CreatorInstance(self.name, self.class_name, self.rank, self.display, self.runtime.address)
+    def _home(self) -> tuple[ProcLayout, Shape]:
+        if self.ref is not None:
+            return self.ref.layout, self.ref.shape
+        assert self.runtime.home is not None
+        return self.runtime.home[:2]
 
     def stop(self, reason: str | None = None) -> None:
         """Stop this actor once the messages that it has are handled; no failure."""
@@ -121,6 +125,7 @@ class Context:
 
 _current: contextvars.ContextVar[Context | None] = contextvars.ContextVar("monarch_slurm_context", default=None)
 _boot_client: Callable[[], Instance] | None = None
+_make_proc_mesh: Callable[[ProcLayout, Shape], ProcMesh] | None = None
 
 
 def set_context(context: Context) -> None:
@@ -132,6 +137,17 @@ def set_client_boot(boot: Callable[[], Instance] | None) -> None:
     """Say how the root instance is made when code outside of any actor asks for its context."""
     global _boot_client
     _boot_client = boot
+
+
+def may_boot_client() -> bool:
+    """Return whether this process may have a root instance, which procs may not."""
+    return _boot_client is not None
+
+
+def set_proc_mesh_maker(make: Callable[[ProcLayout, Shape], ProcMesh]) -> None:
+    """Say how the proc meshes are made that `Instance` gives out; they are defined on top of this module."""
+    global _make_proc_mesh
+    _make_proc_mesh = make
 
 
 def context() -> Context:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 from monarch_slurm.actor.context import context
 from monarch_slurm.actor.errors import ActorError, SupervisionError
 from monarch_slurm.actor.future import Future
+from monarch_slurm.actor.messages import EXPLICIT_PORT, PLAIN_METHOD, PortAddress
 from monarch_slurm.actor.replies import VALUE
 from monarch_slurm.actor.value_mesh import ValueMesh
 from monarch_slurm.wire import dumps, loads
@@ -18,13 +19,10 @@ from monarch_slurm.wire import dumps, loads
 if TYPE_CHECKING:
     from monarch_slurm.actor.actor_mesh import ActorMesh
     from monarch_slurm.actor.port import Port
-    from monarch_slurm.actor.runtime import PortAddress, Runtime
+    from monarch_slurm.actor.runtime import Runtime
 
 R = TypeVar("R")
 A = TypeVar("A")
-
-PLAIN_METHOD, EXPLICIT_PORT = 1, 2
-"""Flags of a call through `as_endpoint`: the method has no decorator; it takes a response port."""
 
 
 class EndpointProperty:
@@ -43,7 +41,9 @@ class EndpointProperty:
         self._explicit_response_port = explicit_response_port
         self._instrument = instrument
         self._concurrent = concurrent
-        functools.update_wrapper(self, method)
+        self.__doc__ = method.__doc__
+        self.__name__ = method.__name__
+        self.__wrapped__ = method
 
     def __get__(self, instance: object, owner: type | None = None) -> EndpointProperty:
         return self
@@ -64,8 +64,8 @@ def endpoint(
 
     Args:
         propagate: accepted for compatibility; used by distributed tensors only.
-        explicit_response_port: the method gets a `Port` as first argument after ``self`` and answers through it, later and from any
-            thread if it likes; its return value is ignored.
+        explicit_response_port: the method gets a `Port` as first argument after ``self`` and answers through it, later
+            and from any thread if it likes; its return value is ignored.
         instrument: accepted for compatibility.
     """
     if method is None:
@@ -80,7 +80,8 @@ def concurrent_endpoint(
     explicit_response_port: bool = False,
     instrument: bool = True,
 ) -> Any:
-    """Like `endpoint`, for ``async def`` methods whose calls may overlap: the next message is taken while this one awaits.
+    """Like `endpoint`, for ``async def`` methods whose calls may overlap: the next message is taken while this one
+    awaits.
 
     Raises:
         ValueError: the method is not async, or is an endpoint already.
@@ -88,7 +89,7 @@ def concurrent_endpoint(
 
     def wrap(method: Callable[..., Any]) -> EndpointProperty:
         if isinstance(method, EndpointProperty):
-            raise ValueError("concurrent_endpoint does not wrap @endpoint: use it alone")
+            raise ValueError("concurrent_endpoint does not wrap @endpoint: use it alone")  # noqa: TRY004 - what Monarch raises
         if not inspect.iscoroutinefunction(method):
             raise ValueError("concurrent_endpoint can only wrap async endpoints")
         return EndpointProperty(method, propagate, explicit_response_port, instrument, concurrent=True)
@@ -140,14 +141,15 @@ class NotAnEndpoint:
         self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Raise: it cannot be called."""
         raise RuntimeError(
-            f"Actor class {self._mesh._class.__qualname__!r}: {self._name} is not annotated as an endpoint. To call it as one, "
-            f"decorate it with @endpoint or use as_endpoint(mesh.{self._name})"
+            f"Actor class {self._mesh._class.__qualname__!r}: {self._name} is not annotated as an endpoint. "
+            f"To call it as one, decorate it with @endpoint or use as_endpoint(mesh.{self._name})"
         )
 
 
 class Endpoint(Generic[R]):
-    """An endpoint of a mesh, or of a slice of one. How it is called decides who gets the message and what comes back."""
+    """An endpoint of a mesh or a slice of one. How it is called decides who gets the message and what comes back."""
 
     def __init__(
         self, mesh: ActorMesh[Any], name: str, method: Callable[..., Any], explicit: bool, plain: int = 0
@@ -179,7 +181,7 @@ class Endpoint(Generic[R]):
             if missing[0] == 0:
                 future._resolve(lambda: ValueMesh(extent_shape, [loads(value) for value in values]))
 
-        self._send_expecting(args, kwargs, list(enumerate(shape.ndslice)), arrived, future._fail)
+        self._send_expecting(args, kwargs, list(enumerate(shape.ndslice)), arrived, future._fail_with)
         return future
 
     def call_one(self, *args: Any, **kwargs: Any) -> Future[R]:
@@ -210,12 +212,12 @@ class Endpoint(Generic[R]):
             kwargs,
             list(enumerate(shape.ndslice)),
             lambda rank, frames: next(order)._resolve(lambda: loads(frames)),
-            lambda error: next(order)._fail(error),
+            lambda error: next(order)._fail_with(error),
         )
         return iter(futures)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> None:
-        """Send to every actor and return at once. An exception there has nowhere to go, and ends that actor as a failure."""
+        """Send to every actor and return at once. An exception there has nowhere to go, and fails that actor."""
         self._send(args, kwargs, None)
 
     def _ask(self, mesh: ActorMesh[Any], args: Any, kwargs: Any, place: int | None = None) -> Future[R]:
@@ -227,7 +229,7 @@ class Endpoint(Generic[R]):
             kwargs,
             ranks,
             lambda _, frames: future._resolve(lambda: loads(frames)),
-            future._fail,
+            future._fail_with,
             place is not None,
         )
         return future
@@ -238,7 +240,7 @@ class Endpoint(Generic[R]):
         kwargs: Any,
         ranks: list[tuple[int, int]],
         on_value: Callable[[int, Any], None],
-        on_error: Callable[[BaseException], None],
+        on_error: Callable[[Callable[[], BaseException]], None],
         chosen: bool = False,
     ) -> None:
         body = self._encode(args, kwargs)
@@ -248,10 +250,10 @@ class Endpoint(Generic[R]):
             if status == VALUE:
                 on_value(rank, frames)
             else:
-                on_error(_remote_error(frames))
+                on_error(lambda: _remote_error(frames))
 
         def lost(rank: int, reason: str) -> None:
-            on_error(SupervisionError(reason, f"{self._mesh._name_text}.{self._name}()"))
+            on_error(lambda: SupervisionError(reason, f"{self._mesh._name_text}.{self._name}()"))
 
         ref = self._mesh._ref
         port = runtime.expect_from(ref, ref.layout, ranks, reply, lost)
@@ -296,7 +298,7 @@ def as_endpoint(not_an_endpoint: Any, *, propagate: Any = None, explicit_respons
         ValueError: ``not_an_endpoint`` is no method of a spawned mesh.
     """
     if not isinstance(not_an_endpoint, NotAnEndpoint):
-        raise ValueError("expected an method of a spawned actor")
+        raise ValueError("expected an method of a spawned actor")  # noqa: TRY004 - what Monarch raises
     mesh, name = not_an_endpoint._mesh, not_an_endpoint._name
     method = inspect.getattr_static(mesh._class, name)
     plain = PLAIN_METHOD | (EXPLICIT_PORT if explicit_response_port else 0)

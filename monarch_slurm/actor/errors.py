@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from dataclasses import dataclass
 
 from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.wire.pickling import from_bytes, to_bytes
 
 MAX_TRACEBACK_CHARS = 64 * 1024
 """A longer traceback (deep recursion) is cut in the middle."""
@@ -35,7 +37,7 @@ class ActorError(MonarchSlurmError):
         return f"{self.message}\n {self.exception_formatted}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        return ActorError, (self.exception, self.message, self.exception_formatted)
+        return _actor_error, (_pickled(self.exception), self.message, self.exception_formatted)
 
 
 class SupervisionError(MonarchSlurmError, RuntimeError):
@@ -101,8 +103,11 @@ class MeshFailure:
 
 
 def format_exception(error: BaseException) -> str:
-    """Return the traceback of ``error`` with its causes, of bounded length."""
-    text = "".join(traceback.format_exception(error))
+    """Return the traceback of ``error`` with its causes, of bounded length, without this package's own first frames."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_OWN_FOLDER):
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(type(error), error, trace))
     text = text.replace(
         "Traceback (most recent call last):",
         "Traceback of where the remote call failed (most recent call last):",
@@ -111,3 +116,22 @@ def format_exception(error: BaseException) -> str:
         half = MAX_TRACEBACK_CHARS // 2
         text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
     return text
+
+
+_OWN_FOLDER = os.path.dirname(__file__) + os.sep
+
+
+def _pickled(error: BaseException) -> bytes:
+    try:
+        return to_bytes(error)
+    except Exception:  # whatever a user's exception raises when it is pickled: its text still goes
+        return to_bytes(RemoteExceptionError(f"{type(error).__module__}.{type(error).__qualname__}: {error}"))
+
+
+def _actor_error(pickled: bytes, message: str, formatted: str) -> ActorError:
+    try:
+        error = from_bytes(pickled)
+    except Exception as reason:  # its class is not to be had here, or does not unpickle: its text did
+        last_line = formatted.rstrip().rpartition("\n")[2]
+        error = RemoteExceptionError(f"{last_line} (the exception itself cannot be unpickled here: {reason!r})")
+    return ActorError(error, message, formatted)

@@ -15,10 +15,11 @@ _UNSET: Any = object()
 
 
 class Future(Generic[R]):
-    """The result of something that runs elsewhere. The work was started when the future was made; the future only waits.
+    """The result of something that runs elsewhere. The work was started when the future was made; the future only
+    waits.
 
-    A future can be waited for many times, by several threads and event loops; it always gives the same value or raises the
-    same exception. Dropping it does not stop the work.
+    A future can be waited for many times, by several threads and event loops; it always gives the same value or raises
+    the same exception. Dropping it does not stop the work.
     """
 
     def __init__(self) -> None:
@@ -59,6 +60,14 @@ class Future(Generic[R]):
     def _fail(self, error: BaseException) -> None:
         self._finish(None, error)
 
+    def _fail_with(self, make: Callable[[], BaseException]) -> None:
+        """Set the error; ``make`` makes it, once, on the thread that first looks at it."""
+
+        def thunk() -> R:
+            raise make()
+
+        self._finish(thunk, None)
+
     def _finish(self, thunk: Callable[[], R] | None, error: BaseException | None) -> None:
         with self._lock:
             if self._done:
@@ -75,6 +84,11 @@ class Future(Generic[R]):
                 self._waiters.append(waiter)
                 return
         waiter()
+
+    def _forget(self, waiter: Callable[[], None]) -> None:
+        with self._lock:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
 
     def _outcome(self) -> R:
         if self._value is _UNSET and self._error is None:
@@ -108,6 +122,7 @@ class Future(Generic[R]):
             arrived.acquire()
             self._on_done(arrived.release)
             if not arrived.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
+                self._forget(arrived.release)
                 raise TimeoutError
         return self._outcome()
 
@@ -150,6 +165,8 @@ class Future(Generic[R]):
                 return  # that loop is closed; nobody can wait in it any more
 
         self._on_done(tell_loop)
+        # Whoever holds the local future holds this one, too: a channel drops values for nobody only.
+        local.add_done_callback(lambda _: self._forget(tell_loop))
         return local
 
     def __await__(self) -> Generator[Any, None, R]:
@@ -158,8 +175,8 @@ class Future(Generic[R]):
         except RuntimeError:
             raise ValueError("__await__ with no active event loop: use .get() here") from None
         if self._done:
-            return _immediately(self._outcome)
-        return self.as_asyncio().__await__()
+            return self._outcome()
+        return (yield from self.as_asyncio())
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Future belongs to the process that made it; send its value, or a Port, instead")
@@ -169,18 +186,14 @@ class Future(Generic[R]):
         return f"<Future {state}>"
 
 
-def _immediately(outcome: Callable[[], R]) -> Generator[Any, None, R]:
-    return outcome()
-    yield
-
-
 def _warn_in_loop() -> None:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return
     warnings.warn(
-        "Future.get() was called from within an active event loop: it blocks every other task of the loop. Use `await` there.",
+        "Future.get() was called from within an active event loop: it blocks every other task of the loop. "
+        "Use `await` there.",
         UserWarning,
         stacklevel=3,
     )

@@ -15,8 +15,8 @@ from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.layout import ProcLayout
 from monarch_slurm.actor.mesh_trait import MeshTrait
 from monarch_slurm.actor.owned import OwnedProcs
-from monarch_slurm.actor.proc_mesh import ProcMesh
-from monarch_slurm.actor.replies import VALUE
+from monarch_slurm.actor.proc_mesh import ProcMesh, set_host_maker
+from monarch_slurm.actor.replies import VALUE, CountDown
 from monarch_slurm.actor.shape import Shape, Slice
 from monarch_slurm.config import settings
 from monarch_slurm.wire import AGENT, Address, Message, dumps, loads
@@ -71,13 +71,14 @@ class HostMesh(MeshTrait):
 
         Args:
             per_host: labels and sizes of the new dimensions, behind those of the hosts; None starts one proc per host.
-            bootstrap: called in every proc before any actor is spawned on it, sync or async: to set variables before a GPU is used.
+            bootstrap: called in every proc before any actor is spawned on it, sync or async: to set variables before a
+                GPU is used.
             name: what the procs are called in logs and reports.
             proc_bind: for each proc of a host, ``{"cpus": "0-3,8"}``: the CPUs it runs on.
             env: environment variables of the procs; None as a value removes one.
 
         Raises:
-            ValueError: labels that overlap, or a ``proc_bind`` of the wrong length.
+            ValueError: labels that overlap, or a ``proc_bind`` of the wrong length or form.
             TypeError: ``bootstrap`` does not pickle.
             RuntimeError: the hosts have been shut down.
         """
@@ -92,6 +93,7 @@ class HostMesh(MeshTrait):
             raise ValueError(f"per_host sizes must be 1 or more: {per_host}")
         if proc_bind is not None and len(proc_bind) != per:
             raise ValueError(f"proc_bind length ({len(proc_bind)}) must equal procs_per_host ({per})")
+        cpus = [_cpus(bind) for bind in proc_bind or [{}] * per]
         body = dumps(bootstrap)
         owner = context().actor_instance
         runtime = owner.runtime
@@ -112,6 +114,7 @@ class HostMesh(MeshTrait):
             elif missing[0] == 0:
                 ready._resolve(lambda: True)
 
+        cwd = _working_folder()
         ranks = [(rank, rank) for rank in range(count)]
         port = runtime.expect_from(
             None, layout, ranks, arrived, lambda rank, reason: ready._fail(SupervisionError(reason))
@@ -120,13 +123,10 @@ class HostMesh(MeshTrait):
             fields = {
                 "mesh": mesh,
                 "entry": PROC_ENTRY,
-                "procs": [
-                    {"rank": rank, "env": {}, "cpus": _cpus(proc_bind[rank % per] if proc_bind else {})}
-                    for rank in ranks_there
-                ],
+                "procs": [{"rank": rank, "env": {}, "cpus": cpus[rank % per]} for rank in ranks_there],
                 "env": {**_forwarded_env(), **(env or {})},
-                "sys_path": [path for path in sys.path if path],
-                "cwd": os.getcwd(),
+                "sys_path": [path or cwd for path in sys.path if path or cwd],
+                "cwd": cwd,
                 "settings": asdict(settings()),
                 "start": {
                     "layout": [mesh, list(hosts), per],
@@ -135,7 +135,7 @@ class HostMesh(MeshTrait):
                 },
             }
             runtime.send(Message("spawn", Address(host, AGENT), runtime.address, fields, body))
-        return ProcMesh(layout, shape, name or "anon", ready, len(self._labels))
+        return ProcMesh(layout, shape, name or "anon", ready)
 
     def _renew(self) -> None:
         """Give each host a new zygote; procs that run are left alone."""
@@ -144,7 +144,8 @@ class HostMesh(MeshTrait):
             runtime.send(Message("renew", Address(self._hosts[rank], AGENT), runtime.address))
 
     def shutdown(self) -> Future[None]:
-        """End the agents of these hosts with all their procs; the hosts cannot be used any more.
+        """End the agents of these hosts with all their procs; the hosts cannot be used any more. Resolves when they
+        have ended.
 
         Raises:
             RuntimeError: this mesh is a slice or came from elsewhere; only its maker may end the hosts.
@@ -153,9 +154,13 @@ class HostMesh(MeshTrait):
             raise RuntimeError("cannot shut down hosts through a slice of their mesh or one that was sent here")
         self._ended = True
         runtime = context().actor_instance.runtime
+        future: Future[None] = Future._pending()
+        one_ended = CountDown(len(self._hosts), lambda: future._resolve(lambda: None))
         for host in self._hosts:
-            runtime.send(Message("shutdown", Address(host, AGENT), runtime.address))
-        return Future._of(None)
+            runtime.expect_end_of_host(host, one_ended)
+            fields = {"timeout": settings().process_exit_timeout}
+            runtime.send(Message("shutdown", Address(host, AGENT), runtime.address, fields))
+        return future
 
     async def __aenter__(self) -> HostMesh:
         if self._ended:
@@ -185,17 +190,34 @@ def this_proc() -> ProcMesh:
 
 def this_host() -> HostMesh:
     """Return the host that this code runs on, as a mesh of one."""
-    instance = context().actor_instance
-    local = instance.runtime.local_host
-    return HostMesh((local,), Shape.unity(), owned=False)
+    return _one_host(context().actor_instance.runtime.local_host)
+
+
+def _one_host(host: str) -> HostMesh:
+    return HostMesh((host,), Shape.unity(), owned=False)
+
+
+set_host_maker(_one_host)
 
 
 def _cpus(bind: dict[str, str]) -> list[int]:
+    unknown = set(bind) - {"cpus"}
+    if unknown:
+        raise ValueError(f"proc_bind knows 'cpus' only, not {sorted(unknown)}")
     cpus: list[int] = []
     for part in filter(None, bind.get("cpus", "").split(",")):
         first, _, last = part.partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal():
+            raise ValueError(f"proc_bind cpus {bind['cpus']!r}: a list such as '0-3,8' expected")
         cpus += range(int(first), int(last or first) + 1)
     return cpus
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was removed: procs stay where their agent is
+        return ""
 
 
 def _forwarded_env() -> dict[str, str | None]:

@@ -34,6 +34,11 @@ class ProcLayout:
             groups.setdefault(self.hosts[rank // self.per_host], []).append(rank)
         return groups
 
+    def ranks_on(self, host: str) -> set[int]:
+        """Return the base ranks that are on ``host``."""
+        per = self.per_host
+        return {i * per + j for i, name in enumerate(self.hosts) if name == host for j in range(per)}
+
 
 @dataclass(frozen=True)
 class ActorRef:

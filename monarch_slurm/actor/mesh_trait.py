@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from monarch_slurm.actor.shape import Extent, Shape, Slice
 
 
 class MeshTrait:
-    """Slicing and reshaping, for anything that has a `Shape`. Every method returns a view; nothing is copied or moved."""
+    """Slicing and reshaping, for anything that has a `Shape`. Every method returns a view; nothing moves."""
 
     @property
     def _shape(self) -> Shape:
@@ -27,7 +28,7 @@ class MeshTrait:
     def _labels(self) -> tuple[str, ...]:
         return tuple(self._shape.labels)
 
-    def slice(self, **kwargs: int | slice) -> Any:  # type: ignore[valid-type]
+    def slice(self, **kwargs: SupportsIndex | slice) -> Any:
         """Return the part of the mesh at the given coordinates; an int drops its dimension, a slice keeps it.
 
         Raises:
@@ -37,21 +38,27 @@ class MeshTrait:
         """
         shape = self._shape
         for label, part in kwargs.items():
-            shape = shape.at(label, part) if isinstance(part, int) else shape.select(label, part)  # type: ignore[arg-type]
+            if isinstance(part, SupportsIndex):
+                shape = shape.at(label, operator.index(part))
+            else:
+                shape = shape.select(label, part)
         return self._new_with_shape(shape)
 
     def split(self, **kwargs: Any) -> Any:
-        """Split dimensions: ``split(host=("dp", "pp"), pp=16)`` makes ``dp`` and ``pp`` of ``host``; one size each may be left out.
+        """Split dimensions: ``split(host=("dp", "pp"), pp=16)`` makes ``dp`` and ``pp`` of ``host``.
+
+        One size of each split may be left out.
 
         Raises:
-            ValueError: sizes that do not divide the dimension, are missing or belong to no new dimension; doubled names.
+            ValueError: sizes that do not divide the dimension, are missing or belong to no new dimension; doubled
+                names.
         """
         splits = {label: names for label, names in kwargs.items() if not isinstance(names, int)}
         given = {name: size for name, size in kwargs.items() if isinstance(size, int)}
         extent = self._shape.extent
         for label, names in splits.items():
             if isinstance(names, str):
-                raise ValueError(f"expected a sequence of dimensions, but got {names!r} for {label!r}")
+                raise ValueError(f"expected a sequence of dimensions, but got {names!r} for {label!r}")  # noqa: TRY004 - what Monarch raises
             if label not in extent:
                 raise ValueError(f"there is no dimension {label!r}; there are {extent.labels}")
         labels: list[str] = []

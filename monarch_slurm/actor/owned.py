@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from dataclasses import dataclass, field
 
 from monarch_slurm.actor.context import Instance
 from monarch_slurm.actor.errors import MeshFailure
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
+from monarch_slurm.actor.messages import ActorDown
 from monarch_slurm.host.exits import HostDown, ProcDown
 
 Notice = tuple[Instance, MeshFailure]
@@ -15,28 +16,32 @@ Notice = tuple[Instance, MeshFailure]
 
 @dataclass
 class OwnedProcs:
-    """A proc mesh, seen by its owner."""
+    """A proc mesh, seen by its owner.
+
+    Attributes:
+        alive: base ranks that have not ended.
+        stopping: base ranks that were told to end, so that their end is no failure.
+    """
 
     layout: ProcLayout
     name: str
     owner: Instance
     alive: set[int]
-    stopping: bool = False
-    on_empty: list[Callable[[], None]] = field(default_factory=list)
+    stopping: set[int] = field(default_factory=set)
 
 
 @dataclass
 class OwnedActors:
-    """An actor mesh, seen by its owner."""
+    """An actor mesh, seen by its owner; ``alive`` and ``stopping`` are base ranks of its proc mesh."""
 
     ref: ActorRef
     owner: Instance
     alive: set[int]
-    stopping: bool = False
+    stopping: set[int] = field(default_factory=set)
 
 
 class OwnedMeshes:
-    """What this process owns. Events in, notices to owners out."""
+    """What this process owns. Events in, notices to owners out. Meshes of which nothing is left are forgotten."""
 
     def __init__(self) -> None:
         self.procs: dict[str, OwnedProcs] = {}
@@ -48,67 +53,95 @@ class OwnedMeshes:
         actors = [mesh for mesh in self.actors.values() if mesh.owner is owner]
         return procs, actors
 
+    def expect_end_of_procs(self, mesh: str, ranks: set[int]) -> None:
+        """The end of these procs, and of all actors on them, is no failure from here on."""
+        procs = self.procs.get(mesh)
+        if procs is not None:
+            procs.stopping |= ranks
+        for actors in self.actors.values():
+            if actors.ref.layout.mesh == mesh:
+                actors.stopping |= ranks
+
+    def expect_end_of_host(self, host: str) -> None:
+        """The end of everything on ``host`` is no failure from here on."""
+        for layout in self._layouts():
+            self.expect_end_of_procs(layout.mesh, layout.ranks_on(host))
+
+    def expect_end_of_actors(self, mesh: str, ranks: set[int]) -> None:
+        """The end of these actors is no failure from here on."""
+        actors = self.actors.get(mesh)
+        if actors is not None:
+            actors.stopping |= ranks
+
     def proc_down(self, down: ProcDown) -> list[Notice]:
         """A proc has ended: return who is to be told."""
-        failure = {
+        details = {
             "exit": down.exit,
             "host": down.host_name,
             "pid": down.pid,
             "stderr_tail": tuple(down.stderr_tail),
             "detected_at": down.detected_at,
         }
-        return self._gone(down.mesh, {down.rank}, down.describe(), down.expected, failure)
+        return self._gone(down.mesh, {down.rank}, down.describe(), down.expected, details)
 
     def host_down(self, down: HostDown) -> list[Notice]:
         """A host is lost: return who is to be told, once per mesh that had ranks there."""
-        failure = {"host": down.host_name, "detected_at": down.detected_at}
+        details = {"host": down.host_name, "detected_at": down.detected_at}
         notices: list[Notice] = []
-        layouts = {mesh.layout for mesh in self.procs.values()} | {mesh.ref.layout for mesh in self.actors.values()}
-        for layout in layouts:
-            ranks = {
-                host * layout.per_host + i
-                for host, name in enumerate(layout.hosts)
-                if name == down.host
-                for i in range(layout.per_host)
-            }
+        for layout in self._layouts():
+            ranks = layout.ranks_on(down.host)
             if ranks:
-                notices += self._gone(layout.mesh, ranks, down.describe(), False, failure)
+                notices += self._gone(layout.mesh, ranks, down.describe(), False, details)
         return notices
 
-    def actor_down(self, mesh: str, base_rank: int, event: str, traceback: str | None, failed: bool) -> list[Notice]:
-        """An actor has failed or stopped by itself: return who is to be told."""
-        owned = self.actors.get(mesh)
-        if owned is None or base_rank not in owned.alive:
+    def actor_down(self, down: ActorDown) -> list[Notice]:
+        """An actor has failed or stopped: return who is to be told.
+
+        An actor that fails while it stops is told of, too: its ``__cleanup__`` did not do its work.
+        """
+        owned = self.actors.get(down.mesh)
+        if owned is None or down.base_rank not in owned.alive:
             return []
-        owned.alive.discard(base_rank)
-        if owned.stopping or not failed:
+        owned.alive.discard(down.base_rank)
+        self._forget_if_empty(owned)
+        if not down.failed:
             return []
-        rank = owned.ref.rank_of(base_rank)
-        return [(owned.owner, MeshFailure(owned.ref.mesh, (rank,), event, traceback=traceback))]
+        failure = MeshFailure(
+            owned.ref.mesh, (owned.ref.rank_of(down.base_rank),), down.event,
+            host=down.host, pid=down.pid, traceback=down.traceback, detected_at=time.time(),
+        )  # fmt: skip
+        return [(owned.owner, failure)]
+
+    def _layouts(self) -> set[ProcLayout]:
+        return {mesh.layout for mesh in self.procs.values()} | {mesh.ref.layout for mesh in self.actors.values()}
 
     def _gone(self, mesh: str, ranks: set[int], event: str, expected: bool, details: dict[str, object]) -> list[Notice]:
         notices: list[Notice] = []
         told: set[int] = set()
-        procs = self.procs.get(mesh)
-        expected = expected or (procs is not None and procs.stopping)
-        for owned in self.actors.values():
+        for owned in list(self.actors.values()):
             lost = owned.alive & ranks if owned.ref.layout.mesh == mesh else set()
             owned.alive -= lost
-            if not lost or owned.stopping or expected:
+            self._forget_if_empty(owned)
+            crashed = lost - owned.stopping
+            if not crashed or expected:
                 continue
-            crashed = tuple(sorted(owned.ref.rank_of(rank) for rank in lost))
-            text = f"actor {owned.ref.describe(min(lost))} failed: {event}"
-            notices.append((owned.owner, MeshFailure(owned.ref.mesh, crashed, text, **details)))  # type: ignore[arg-type]
+            text = f"actor {owned.ref.describe(min(crashed))} failed: {event}"
+            crashed_ranks = tuple(sorted(owned.ref.rank_of(rank) for rank in crashed))
+            notices.append((owned.owner, MeshFailure(owned.ref.mesh, crashed_ranks, text, **details)))  # type: ignore[arg-type]
             told.add(id(owned.owner))
+        procs = self.procs.get(mesh)
         if procs is not None:
             lost = procs.alive & ranks
             procs.alive -= lost
-            if lost and not expected and id(procs.owner) not in told:
-                text = f"proc mesh {procs.name}: {event}"
-                failure = MeshFailure(procs.layout.mesh, tuple(sorted(lost)), text, **details)  # type: ignore[arg-type]
-                notices.append((procs.owner, failure))
             if not procs.alive:
-                callbacks, procs.on_empty = procs.on_empty, []
-                for callback in callbacks:
-                    callback()
+                del self.procs[mesh]
+            crashed = lost - procs.stopping
+            if crashed and not expected and id(procs.owner) not in told:
+                text = f"proc mesh {procs.name}: {event}"
+                failure = MeshFailure(procs.layout.mesh, tuple(sorted(crashed)), text, **details)  # type: ignore[arg-type]
+                notices.append((procs.owner, failure))
         return notices
+
+    def _forget_if_empty(self, owned: OwnedActors) -> None:
+        if not owned.alive:
+            self.actors.pop(owned.ref.mesh, None)

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from monarch_slurm.actor.context import context
 from monarch_slurm.actor.future import Future
+from monarch_slurm.actor.messages import PortAddress
 from monarch_slurm.actor.replies import EXCEPTION, VALUE
 from monarch_slurm.wire import dumps, loads
 
 if TYPE_CHECKING:
-    from monarch_slurm.actor.runtime import PortAddress, Runtime
+    from monarch_slurm.actor.runtime import Runtime
 
 R = TypeVar("R")
 
 
 class Port(Generic[R]):
-    """Where values are sent to. It can be pickled and used from any process of the job; one sender's values keep their order."""
+    """Where values are sent to. It can be pickled and used in any process of the job. A sender's values keep order."""
 
     def __init__(self) -> None:
         raise TypeError("a Port comes from Channel.open() or an endpoint with an explicit response port")
@@ -73,7 +75,8 @@ class PortReceiver(Generic[R]):
     def __init__(self, runtime: Runtime, ranked: bool = False) -> None:
         self._lock = threading.Lock()
         self._values: deque[tuple[int, str, Any]] = deque()
-        self._waiting: deque[Future[Any]] = deque()
+        # Weak: a future that nobody looks at any more, after a time-out for one, must not swallow a value.
+        self._waiting: deque[weakref.ref[Future[Any]]] = deque()
         self._ranked = ranked
         self._runtime = runtime
         self._number = runtime.replies.open_channel(self._take)
@@ -83,7 +86,7 @@ class PortReceiver(Generic[R]):
         future: Future[Any] = Future._pending()
         with self._lock:
             if not self._values:
-                self._waiting.append(future)
+                self._waiting.append(weakref.ref(future))
                 return future
             arrived = self._values.popleft()
         self._settle(future, *arrived)
@@ -99,11 +102,13 @@ class PortReceiver(Generic[R]):
         self._runtime.replies.close(self._number)
 
     def _take(self, rank: int, status: str, frames: Any) -> None:
+        future = None
         with self._lock:
-            if not self._waiting:
+            while future is None and self._waiting:
+                future = self._waiting.popleft()()
+            if future is None:
                 self._values.append((rank, status, frames))
                 return
-            future = self._waiting.popleft()
         self._settle(future, rank, status, frames)
 
     def _settle(self, future: Future[Any], rank: int, status: str, frames: Any) -> None:

@@ -6,11 +6,10 @@ import faulthandler
 import logging
 import signal
 import sys
-import time
 
 import zmq
 
-from monarch_slurm.actor.cell import make_cell
+from monarch_slurm.actor.birth import make_cell
 from monarch_slurm.actor.context import set_client_boot
 from monarch_slurm.actor.errors import ActorError
 from monarch_slurm.actor.layout import ProcLayout
@@ -18,12 +17,14 @@ from monarch_slurm.actor.proc_mesh import run_bootstrap
 from monarch_slurm.actor.replies import EXCEPTION, VALUE
 from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.actor.shape import Shape, Slice
-from monarch_slurm.config import clear_runtime_config, configure, settings
+from monarch_slurm.config import clear_runtime_config, configure
 from monarch_slurm.host.proc import ProcSpec
 from monarch_slurm.wire import AGENT, Address, Link, Loop, Message, WireError, dumps
 from monarch_slurm.wire.sockets import make_dealer
 
 logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.001
 
 
 class _Proc:
@@ -53,7 +54,7 @@ class _Proc:
         if message.kind == "start":
             self._start(message)
         elif message.kind == "exit":
-            self._exit()
+            self._exit(message.fields["timeout"])
         else:
             logger.error("unknown message %r from %s", message.kind, message.src)
 
@@ -74,16 +75,15 @@ class _Proc:
             return
         self._runtime.post(tuple(fields["ready"]), rank, VALUE, dumps(True))
 
-    def _exit(self) -> None:
-        """Stop all actors, then leave. The agent kills this process if that takes too long."""
-        cells = self._runtime.stop_cells("the process is being stopped")
-        deadline = time.monotonic() + settings().process_exit_timeout
+    def _exit(self, timeout: float) -> None:
+        """Stop all actors, then leave. The agent kills this process if that takes longer than ``timeout`` seconds."""
+        cells = self._runtime.stop_cells("the process is being stopped", timeout)
 
         def look() -> None:
-            if all(cell.ended.is_set() for cell in cells) or time.monotonic() > deadline:
+            if all(cell.ended.is_set() for cell in cells):
                 self._loop.stop()
             else:
-                self._loop.call_later(0.002, look)
+                self._loop.call_later(_LOOK_SECONDS, look)
 
         look()
 
@@ -95,7 +95,8 @@ class _Proc:
 
 def main(spec: ProcSpec) -> int:
     """Run the proc ``spec`` and return its exit code."""
-    faulthandler.enable()  # a fatal signal leaves the Python stack on stderr, whose end the failure report quotes
+    # The thread that got a fatal signal leaves its stack on stderr, whose end the failure report quotes.
+    faulthandler.enable(all_threads=False)
     clear_runtime_config()
     configure(**spec.settings)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)

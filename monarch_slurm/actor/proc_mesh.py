@@ -5,49 +5,70 @@ from __future__ import annotations
 import asyncio
 import inspect
 import signal
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from monarch_slurm.actor.actor import Actor
 from monarch_slurm.actor.actor_mesh import ActorMesh, check_class
-from monarch_slurm.actor.cell import ref_to_fields
-from monarch_slurm.actor.context import Instance, context
+from monarch_slurm.actor.context import context, set_proc_mesh_maker
 from monarch_slurm.actor.endpoint import uses_loop
 from monarch_slurm.actor.errors import SupervisionError
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.mesh_trait import MeshTrait
+from monarch_slurm.actor.messages import creator_to_fields, ref_to_fields
 from monarch_slurm.actor.owned import OwnedActors
-from monarch_slurm.actor.replies import VALUE
 from monarch_slurm.actor.shape import Shape
 from monarch_slurm.config import settings
 from monarch_slurm.wire import CONTROLLER, dumps, loads
 
 T = TypeVar("T", bound=Actor)
 
+HostMaker = Callable[[str], Any]
+_host_maker: HostMaker | None = None
+
+
+def set_host_maker(make: HostMaker) -> None:
+    """Say how the mesh of one host is made of its id; host meshes are defined on top of this module."""
+    global _host_maker
+    _host_maker = make
+
+
+class _Stops:
+    """Which procs were told to stop, for a mesh and all slices of it in this process."""
+
+    def __init__(self) -> None:
+        self.ranks: set[int] = set()
+
 
 class ProcMesh(MeshTrait):
-    """Processes with labelled ranks. Slices and pickled copies are references to the same processes; only the spawner owns them."""
+    """Processes with labelled ranks. Slices and pickled copies refer to the same ones; only their spawner owns them."""
 
     def __init__(
-        self, layout: ProcLayout, shape: Shape, name: str, ready: Future[bool] | None, host_dims: int | None
+        self,
+        layout: ProcLayout,
+        shape: Shape,
+        name: str,
+        ready: Future[bool] | None = None,
+        stops: _Stops | None = None,
     ) -> None:
         self._layout = layout
         self._mesh_shape = shape
         self._name = name
         self._ready = ready
-        self._host_dims = host_dims
+        self._stops = stops or _Stops()
         self._stopped: Future[None] | None = None
 
     @classmethod
     def _reference(cls, layout: ProcLayout, shape: Shape) -> ProcMesh:
-        return cls(layout, shape, layout.mesh, None, None)
+        return cls(layout, shape, layout.mesh)
 
     @property
     def _shape(self) -> Shape:
         return self._mesh_shape
 
     def _new_with_shape(self, shape: Shape) -> ProcMesh:
-        return ProcMesh(self._layout, shape, self._name, self._ready, None)
+        return ProcMesh(self._layout, shape, self._name, self._ready, self._stops)
 
     @property
     def initialized(self) -> Future[bool]:
@@ -67,16 +88,11 @@ class ProcMesh(MeshTrait):
         Raises:
             NotImplementedError: the mesh has more procs than one.
         """
-        from monarch_slurm.actor.host_mesh import HostMesh
-
         if len(self._shape) != 1:
             raise NotImplementedError("host_mesh is defined for a mesh of one proc; slice it down to one")
         host = self._layout.hosts[self._shape.ndslice.offset // self._layout.per_host]
-        if host == CONTROLLER.host:
-            from monarch_slurm.actor.host_mesh import this_host
-
-            return this_host()
-        return HostMesh._reference((host,), Shape.unity())
+        assert _host_maker is not None
+        return _host_maker(context().actor_instance.runtime.local_host if host == CONTROLLER.host else host)
 
     def spawn(self, name: str, actor_class: type[T], *args: Any, **kwargs: Any) -> T:
         """Start one actor per proc and return their mesh, without waiting for ``__init__``.
@@ -89,13 +105,15 @@ class ProcMesh(MeshTrait):
             RuntimeError: the mesh has been stopped.
         """
         if not (isinstance(actor_class, type) and issubclass(actor_class, Actor)):
-            raise ValueError(f"{actor_class!r} must subclass monarch_slurm.actor.Actor to spawn it.")
-        if self._stopped is not None:
+            raise ValueError(f"{actor_class!r} must subclass monarch_slurm.actor.Actor to spawn it.")  # noqa: TRY004 - what Monarch raises
+        if self._has_stopped():
             raise RuntimeError("`ProcMesh` has already been stopped")
         asynchronous = uses_loop(actor_class)
         check_class(actor_class)
         if actor_class.__init__ is not object.__init__:
             inspect.signature(actor_class.__init__).bind(None, *args, **kwargs)
+        elif args or kwargs:
+            raise TypeError(f"{actor_class.__qualname__}() takes no arguments")
         body = dumps((actor_class, args, kwargs))
         owner = context().actor_instance
         runtime = owner.runtime
@@ -119,7 +137,7 @@ class ProcMesh(MeshTrait):
             "op": "spawn",
             "mesh": ref.mesh,
             "ref": ref_to_fields(ref),
-            "creator": _creator_fields(owner),
+            "creator": creator_to_fields(owner),
             "asynchronous": asynchronous,
             "ready": port,
         }
@@ -129,22 +147,27 @@ class ProcMesh(MeshTrait):
     def stop(self, reason: str = "stopped by client") -> Future[None]:
         """End all actors (their cleanups run), then the processes; resolves when they are gone. Begins at once.
 
-        A process that does not end within the setting ``process_exit_timeout`` (seconds) is killed.
+        A process that does not end within the setting ``process_exit_timeout`` (seconds) is killed. Of a slice only its
+        own processes end. Stopping again is harmless.
         """
         if self._stopped is None:
             future: Future[None] = Future._pending()
             self._stopped = future
+            self._stops.ranks.update(self._shape.ndslice)
             timeout = settings().process_exit_timeout
             runtime = context().actor_instance.runtime
-            runtime.stop_procs(self._layout.mesh, timeout, lambda: future._resolve(lambda: None))
+            runtime.stop_procs(self._layout, self._shape.ndslice, timeout, lambda: future._resolve(lambda: None))
         return self._stopped
+
+    def _has_stopped(self) -> bool:
+        return not self._stops.ranks.isdisjoint(self._shape.ndslice)
 
     def _kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal to the procs of this mesh or slice."""
         context().actor_instance.runtime.kill_procs(self._layout, self._shape.ndslice, number)
 
     async def __aenter__(self) -> ProcMesh:
-        if self._stopped is not None:
+        if self._has_stopped():
             raise RuntimeError("`ProcMesh` has already been stopped")
         return self
 
@@ -164,11 +187,6 @@ class ProcMesh(MeshTrait):
         return f"<ProcMesh {self._layout.mesh} {self.extent} on {len(self._layout.hosts)} host(s)>"
 
 
-def _creator_fields(owner: Instance) -> list[Any]:
-    rank = owner.rank
-    return [owner.name, owner.class_name, rank.rank, rank.extent.labels, rank.extent.sizes, owner.display]
-
-
 def run_bootstrap(frames: Any) -> None:
     """Call the bootstrap function in ``frames``, if there is one, sync or async. In a new proc."""
     function = loads(frames) if frames else None
@@ -182,4 +200,4 @@ async def _await(awaitable: Any) -> Any:
     return await awaitable
 
 
-__all__ = ["VALUE", "ProcMesh", "run_bootstrap"]
+set_proc_mesh_maker(ProcMesh._reference)

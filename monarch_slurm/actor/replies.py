@@ -5,12 +5,19 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from monarch_slurm.actor.layout import ActorRef
 from monarch_slurm.wire import Address
 from monarch_slurm.wire.pickling import Buffer
 
 VALUE, EXCEPTION = "value", "exception"
+
+Source = tuple[Address, ActorRef | None]
+"""Where an answer comes from: a process, and the actor mesh there (None: the process itself)."""
+
+Why = Callable[[Address, ActorRef | None], str]
+"""Words the reason why an answer cannot come."""
 
 OnReply = Callable[[int, str, Sequence[Buffer]], None]
 OnLost = Callable[[int, str], None]
@@ -22,16 +29,15 @@ class _Expected:
 
     on_reply: OnReply
     on_lost: OnLost
-    waiting: dict[int, tuple[Address, str]]
-    """Rank of the answer: the process it comes from, and the actor mesh (empty: the process itself)."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    waiting: dict[int, Source]
+    """By rank of the answer."""
 
 
 class ReplyTable:
     """Ports of this process, by number. For any thread.
 
-    There are two kinds: a reply port expects one answer per rank and vanishes after the last, or after the news that it cannot
-    come; a channel port stays until it is closed.
+    There are two kinds: a reply port expects one answer per rank and vanishes after the last, or after the news that it
+    cannot come; a channel port stays until it is closed.
     """
 
     def __init__(self) -> None:
@@ -53,11 +59,11 @@ class ReplyTable:
         with self._lock:
             self._channels.pop(number, None)
 
-    def expect(self, answers: dict[int, tuple[Address, str]], on_reply: OnReply, on_lost: OnLost) -> int:
+    def expect(self, answers: dict[int, Source], on_reply: OnReply, on_lost: OnLost) -> int:
         """Return a new port that waits for one answer per rank.
 
         Args:
-            answers: for each rank, the process that answers and the id of the actor mesh there ("" for the proc itself).
+            answers: for each rank, where its answer comes from.
             on_reply: called with rank, `VALUE` or `EXCEPTION`, and the frames.
             on_lost: called with rank and the reason when no answer can come any more.
         """
@@ -84,17 +90,17 @@ class ReplyTable:
             expected.on_reply(rank, status, frames)
         return channel is not None or expected is not None
 
-    def lose(self, processes: Iterable[Address], why: Callable[[Address], str], mesh: str | None = None) -> None:
+    def lose(self, processes: Iterable[Address], why: Why, mesh: str | None = None) -> None:
         """Give up answers of processes that ended, or of one actor mesh in them."""
         lost: list[tuple[OnLost, int, str]] = []
         with self._lock:
             for process in processes:
                 for number in list(self._by_process.get(process, ())):
                     expected = self._replies[number]
-                    for rank, (source, of_mesh) in list(expected.waiting.items()):
-                        if source == process and mesh in (None, of_mesh):
+                    for rank, (source, ref) in list(expected.waiting.items()):
+                        if source == process and (mesh is None or (ref is not None and ref.mesh == mesh)):
                             del expected.waiting[rank]
-                            lost.append((expected.on_lost, rank, why(process)))
+                            lost.append((expected.on_lost, rank, why(process, ref)))
                     self._tidy(number, expected, process)
         for on_lost, rank, reason in lost:
             on_lost(rank, reason)
@@ -113,3 +119,22 @@ class ReplyTable:
                     del self._by_process[process]
         if not expected.waiting:
             self._replies.pop(number, None)
+
+
+class CountDown:
+    """Calls ``on_zero`` once it was itself called ``count`` times. For any thread."""
+
+    def __init__(self, count: int, on_zero: Callable[[], None]) -> None:
+        self._left = count
+        self._on_zero = on_zero
+        self._lock = threading.Lock()
+        if count == 0:
+            on_zero()
+
+    def __call__(self, *_: object) -> None:
+        """Count one down."""
+        with self._lock:
+            self._left -= 1
+            at_zero = self._left == 0
+        if at_zero:
+            self._on_zero()

@@ -8,30 +8,42 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from monarch_slurm.actor.context import CreatorInstance, Instance
-from monarch_slurm.actor.errors import MeshFailure
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
+from monarch_slurm.actor.messages import ActorDown, Call, PortAddress
 from monarch_slurm.actor.owned import Notice, OwnedActors, OwnedMeshes, OwnedProcs
-from monarch_slurm.actor.replies import ReplyTable
-from monarch_slurm.actor.shape import Shape, Slice
+from monarch_slurm.actor.replies import CountDown, OnLost, OnReply, ReplyTable
+from monarch_slurm.actor.shape import Shape
 from monarch_slurm.host.exits import HostDown, ProcDown
 from monarch_slurm.wire import AGENT, CONTROLLER, Address, Message
 from monarch_slurm.wire.pickling import Buffer
 
 if TYPE_CHECKING:
-    from monarch_slurm.actor.cell import Call, Cell
-    from monarch_slurm.actor.proc_mesh import ProcMesh
+    from monarch_slurm.actor.cell import Cell
+    from monarch_slurm.actor.context import Instance
 
 logger = logging.getLogger(__name__)
 
-PortAddress = tuple[str, str, int]
-"""Host, proc and number of a port."""
-
 CellFactory = Callable[["Runtime", Message], "Cell"]
+
+MAX_TOMBSTONES = 10_000
+"""Ended actors, processes and hosts that a process remembers the reason of."""
+
+_NO_SUCH_ACTOR = "this process has no such actor"
+
+
+class _Tombstones(dict[Any, str]):
+    """Reasons of ends; beyond a number, the oldest are forgotten."""
+
+    def __setitem__(self, key: Any, reason: str) -> None:
+        super().__setitem__(key, reason)
+        if len(self) > MAX_TOMBSTONES:
+            del self[next(iter(self))]
 
 
 class Runtime:
@@ -52,12 +64,13 @@ class Runtime:
         self._transmit = transmit
         self._make_cell = make_cell
         self.replies = ReplyTable()
-        self.cells: dict[str, Cell] = {}
+        self._cells: dict[str, Cell] = {}
+        self._ended_cells = _Tombstones()
         self.owned = OwnedMeshes()
         self._lock = threading.RLock()
-        self._down: dict[Address, str] = {}
-        self._down_hosts: dict[str, str] = {}
-        self._failed_actors: dict[tuple[str, Address], str] = {}
+        self._down = _Tombstones()
+        self._down_hosts = _Tombstones()
+        self._down_actors = _Tombstones()
         self._numbers = itertools.count(1)
         self._token = os.urandom(3).hex()
         self.local_host = address.host
@@ -65,27 +78,9 @@ class Runtime:
         self.home: tuple[ProcLayout, Shape, int] | None = None
         """Layout, shape and base rank of the proc mesh that this process belongs to."""
 
-    # ---- identity
-
     def new_mesh_id(self, name: str) -> str:
-        """Return an id for a mesh called ``name`` that is unique in the job."""
-        return f"{name}-{self._token}{next(self._numbers)}"
-
-    def proc_mesh_of(self, instance: Instance) -> ProcMesh:
-        """Return the proc mesh that ``instance`` was spawned on, as a reference."""
-        from monarch_slurm.actor.proc_mesh import ProcMesh
-
-        if instance.ref is not None:
-            return ProcMesh._reference(instance.ref.layout, instance.ref.shape)
-        assert self.home is not None
-        layout, shape, _ = self.home
-        return ProcMesh._reference(layout, shape)
-
-    def proc_of(self, instance: Instance) -> ProcMesh:
-        """Return the mesh of the one proc that ``instance`` runs in."""
-        mesh = self.proc_mesh_of(instance)
-        here = instance.base_rank
-        return mesh._new_with_shape(Shape((), Slice(offset=here, sizes=(), strides=())))  # type: ignore[no-any-return]
+        """Return an id for a mesh called ``name`` that is unique in the job, and fit for file names."""
+        return f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)}-{self._token}{next(self._numbers)}"
 
     # ---- sending
 
@@ -93,13 +88,15 @@ class Runtime:
         """Send ``message``; messages of one thread to one process keep their order."""
         self._transmit(message)
 
-    def cast(self, layout: ProcLayout, base_ranks: Iterable[int], fields: dict[str, Any], body: list[Buffer]) -> None:
+    def cast(
+        self, layout: ProcLayout, base_ranks: Iterable[int], fields: dict[str, Any], body: Sequence[Buffer]
+    ) -> None:
         """Send one message per host; the agents there hand it to the procs ``base_ranks``."""
         for host, ranks in layout.by_host(base_ranks).items():
             to_host = {"proc_mesh": layout.mesh, "base_ranks": ranks, **fields}
             self.send(Message("cast", Address(host, AGENT), self.address, to_host, body))
 
-    def post(self, port: PortAddress, rank: int, status: str, frames: list[Buffer]) -> None:
+    def post(self, port: PortAddress, rank: int, status: str, frames: Sequence[Buffer]) -> None:
         """Send an answer to a port."""
         host, proc, number = port
         fields = {"port": number, "rank": rank, "status": status}
@@ -110,27 +107,37 @@ class Runtime:
         ref: ActorRef | None,
         layout: ProcLayout,
         ranks: list[tuple[int, int]],
-        on_reply: Callable[[int, str, Any], None],
-        on_lost: Callable[[int, str], None],
+        on_reply: OnReply,
+        on_lost: OnLost,
     ) -> PortAddress:
         """Open a port for one answer from each of ``ranks`` (rank of the answer, base rank of the proc).
 
         Ranks that are known to be dead are lost at once.
         """
-        mesh = ref.mesh if ref else ""
-        answers = {rank: (layout.address(base), mesh) for rank, base in ranks}
-        number = self.replies.expect(answers, on_reply, on_lost)
-        for process, _ in answers.values():
-            reason = self.why_down(process, mesh, ref)
+        sources = {rank: (layout.address(base), ref) for rank, base in ranks}
+        number = self.replies.expect(sources, on_reply, on_lost)
+        # Whoever ends from here on is noticed; now look for those that ended before.
+        for process, _ in sources.values():
+            reason = self.why_down(process, ref)
             if reason is not None:
-                self.replies.lose([process], lambda _, reason=reason: reason, mesh)  # type: ignore[misc]
+                self.replies.lose([process], lambda *_, reason=reason: reason, ref.mesh if ref else None)
         return (*self.address, number)
 
-    def why_down(self, process: Address, mesh: str, ref: ActorRef | None = None) -> str | None:
+    def expect_end_of_host(self, host: str, on_ended: Callable[[], None]) -> None:
+        """Call ``on_ended`` when ``host`` has ended, which is no failure of what is there."""
+        with self._lock:
+            self.owned.expect_end_of_host(host)
+        agent = Address(host, AGENT)
+        self.replies.expect({0: (agent, None)}, lambda *_: None, lambda *_: on_ended())
+        if host in self._down_hosts:
+            self.replies.lose([agent], lambda *_: "")
+
+    def why_down(self, process: Address, ref: ActorRef | None) -> str | None:
         """Return why an actor cannot answer, or None as far as is known."""
-        failed = self._failed_actors.get((mesh, process))
-        if failed is not None:
-            return failed
+        if ref is not None:
+            failed = self._down_actors.get((ref.mesh, process))
+            if failed is not None:
+                return failed
         reason = self._down.get(process) or self._down_hosts.get(process.host)
         return reason and _whose(reason, process, ref)
 
@@ -149,35 +156,35 @@ class Runtime:
         elif kind == "host_down":
             self._host_down(HostDown(**message.fields))
         elif kind == "actor_down":
-            self._actor_down(message)
+            self._actor_down(ActorDown(**message.fields), message.src)
         else:
             return False
         return True
 
     def _cast(self, message: Message) -> None:
-        from monarch_slurm.actor.cell import Call
-
         fields = message.fields
         mesh, operation = fields["mesh"], fields["op"]
         if operation == "spawn":
             cell = self._make_cell(self, message)
-            self.cells[mesh] = cell
+            self._cells[mesh] = cell
             cell.start()
             return
-        found = self.cells.get(mesh)
-        if operation == "stop":
-            if found is not None:
-                found.end(fields["reason"], failed=False)
-            return
-        call = Call(message)
-        if found is None or not found.put(call):
-            self._tell_down(mesh, call, found)
+        cell_here = self._cells.get(mesh)
+        asker: Address | None = message.src
+        if operation == "call":
+            call = Call(message)
+            asker = Address(*call.port[:2]) if call.port is not None else None
+            refused = cell_here.put(call) if cell_here is not None else ""
+        else:
+            refused = cell_here.stop(fields["reason"], fields["timeout"], asker) if cell_here is not None else ""
+        if cell_here is None:
+            refused = self._ended_cells.get(mesh, _NO_SUCH_ACTOR)
+        if refused and asker is not None:
+            self._tell_refused(mesh, refused, asker)
 
-    def _tell_down(self, mesh: str, call: Call, cell: Cell | None) -> None:
-        reason = cell.down_reason if cell is not None else "this process has no such actor"
-        fields = {"mesh": mesh, "base_rank": -1, "event": reason, "traceback": None, "failed": False}
-        if call.port is not None:
-            self.send(Message("actor_down", Address(*call.port[:2]), self.address, fields))
+    def _tell_refused(self, mesh: str, reason: str, process: Address) -> None:
+        down = ActorDown(mesh, -1, reason, None, False, self.host_name, os.getpid())
+        self.send(Message("actor_down", process, self.address, asdict(down)))
 
     def _proc_down(self, down: ProcDown) -> None:
         text = (
@@ -186,7 +193,7 @@ class Runtime:
         with self._lock:
             self._down[down.address] = text
             notices = self.owned.proc_down(down)
-        self.replies.lose([down.address], lambda process: self._lost_text(text, process))
+        self.replies.lose([down.address], lambda process, ref: _whose(text, process, ref))
         self._tell(notices)
         self._end_owned_by(lambda owner: owner == down.address, text)
 
@@ -195,24 +202,15 @@ class Runtime:
         with self._lock:
             self._down_hosts[down.host] = text
             notices = self.owned.host_down(down)
-        self.replies.lose(self.replies.processes(down.host), lambda process: self._lost_text(text, process))
+        self.replies.lose(self.replies.processes(down.host), lambda process, ref: _whose(text, process, ref))
         self._tell(notices)
         self._end_owned_by(lambda owner: owner.host == down.host, text)
 
-    def _lost_text(self, text: str, process: Address) -> str:
-        for owned in list(self.owned.actors.values()):
-            mesh, _, rank = process.proc.rpartition(".")
-            if owned.ref.layout.mesh == mesh and int(rank) in owned.ref.shape.ndslice:
-                return _whose(text, process, owned.ref)
-        return text
-
-    def _actor_down(self, message: Message) -> None:
-        fields = message.fields
-        mesh, event = fields["mesh"], fields["event"]
+    def _actor_down(self, down: ActorDown, process: Address) -> None:
         with self._lock:
-            self._failed_actors[mesh, message.src] = event
-            notices = self.owned.actor_down(mesh, fields["base_rank"], event, fields["traceback"], fields["failed"])
-        self.replies.lose([message.src], lambda _: event, mesh)
+            self._down_actors[down.mesh, process] = down.event
+            notices = self.owned.actor_down(down)
+        self.replies.lose([process], lambda *_: down.event, down.mesh)
         self._tell(notices)
 
     def _tell(self, notices: list[Notice]) -> None:
@@ -220,7 +218,7 @@ class Runtime:
             owner.body.supervise(failure)
 
     def _end_owned_by(self, gone: Callable[[Address], bool], why: str) -> None:
-        for cell in list(self.cells.values()):
+        for cell in list(self._cells.values()):
             if gone(cell.owner):
                 cell.end(f"its owner is gone: {why}", failed=False)
 
@@ -236,22 +234,40 @@ class Runtime:
         with self._lock:
             self.owned.actors[actors.ref.mesh] = actors
 
-    def stop_procs(self, mesh: str, timeout: float, on_stopped: Callable[[], None]) -> None:
-        """End the procs of a mesh that this process owns; ``on_stopped`` is called when all are gone."""
+    def owns_anything(self, instance: Instance) -> bool:
+        """Return whether ``instance`` owns meshes of which something is left."""
         with self._lock:
-            procs = self.owned.procs.get(mesh)
-            if procs is None or not procs.alive:
-                waiting = False
-            else:
-                procs.stopping = waiting = True
-                procs.on_empty.append(on_stopped)
-                hosts = procs.layout.by_host(procs.alive)
-        if not waiting:
-            on_stopped()
-            return
-        for host in hosts:
-            fields = {"mesh": mesh, "ranks": None, "timeout": timeout}
+            return any(self.owned.of(instance))
+
+    def stop_procs(
+        self, layout: ProcLayout, base_ranks: Iterable[int], timeout: float, on_stopped: Callable[[], None]
+    ) -> None:
+        """End procs, which may take ``timeout`` seconds; ``on_stopped`` is called when all are gone."""
+        ranks = sorted(base_ranks)
+        with self._lock:
+            self.owned.expect_end_of_procs(layout.mesh, set(ranks))
+        # No answer ever comes: what is waited for is the news that each proc is no more.
+        count_down = CountDown(len(ranks), on_stopped)
+        self.expect_from(None, layout, [(rank, rank) for rank in ranks], lambda *_: None, count_down)
+        for host, there in layout.by_host(ranks).items():
+            fields = {"mesh": layout.mesh, "ranks": there, "timeout": timeout}
             self.send(Message("stop", Address(host, AGENT), self.address, fields))
+
+    def stop_actors(
+        self, ref: ActorRef, base_ranks: Iterable[int], reason: str, timeout: float, on_stopped: Callable[[], None]
+    ) -> None:
+        """End actors after what was sent to them before; ``on_stopped`` is called when all have ended.
+
+        Args:
+            timeout: seconds that meshes which they own may take to end.
+        """
+        ranks = sorted(base_ranks)
+        with self._lock:
+            self.owned.expect_end_of_actors(ref.mesh, set(ranks))
+        count_down = CountDown(len(ranks), on_stopped)
+        self.expect_from(ref, ref.layout, [(rank, rank) for rank in ranks], lambda *_: None, count_down)
+        fields = {"op": "stop", "mesh": ref.mesh, "reason": reason, "timeout": timeout}
+        self.cast(ref.layout, ranks, fields, [])
 
     def kill_procs(self, layout: ProcLayout, base_ranks: Iterable[int], number: int) -> None:
         """Send a signal to procs, whoever owns them."""
@@ -259,37 +275,45 @@ class Runtime:
             fields = {"mesh": layout.mesh, "ranks": ranks, "signal": number}
             self.send(Message("kill", Address(host, AGENT), self.address, fields))
 
-    def release(self, instance: Instance, reason: str) -> None:
-        """End everything that ``instance`` owns: a mesh never outlives its owner."""
+    def release(self, instance: Instance, reason: str, timeout: float) -> threading.Event:
+        """End everything that ``instance`` owns: a mesh never outlives its owner.
+
+        Args:
+            timeout: seconds that it may take.
+
+        Returns:
+            An event that is set when all of it has ended.
+        """
         with self._lock:
             procs, actors = self.owned.of(instance)
-            on_ended_procs = {mesh.layout.mesh for mesh in procs}
-            for mesh in actors:
-                mesh.stopping = True
-        for mesh in actors:
-            if mesh.ref.layout.mesh not in on_ended_procs and mesh.alive:
-                fields = {"op": "stop", "mesh": mesh.ref.mesh, "reason": reason}
-                self.cast(mesh.ref.layout, sorted(mesh.alive), fields, [])
-        for owned in procs:
-            self.stop_procs(owned.layout.mesh, 0.0, lambda: None)
+            ending = {mesh.layout.mesh for mesh in procs}
+            elsewhere = [mesh for mesh in actors if mesh.ref.layout.mesh not in ending]
+            ranks_of_procs = [(mesh.layout, set(mesh.alive)) for mesh in procs]
+            ranks_of_actors = [(mesh.ref, set(mesh.alive)) for mesh in elsewhere]
+        ended = threading.Event()
+        one_ended = CountDown(len(ranks_of_procs) + len(ranks_of_actors), ended.set)
+        # What an owned mesh itself owns has to be gone before the time is up.
+        for ref, ranks in ranks_of_actors:
+            self.stop_actors(ref, ranks, reason, timeout / 2, one_ended)
+        for layout, ranks in ranks_of_procs:
+            self.stop_procs(layout, ranks, timeout, one_ended)
+        return ended
 
-    def cell_down(self, cell: Cell, event: str, traceback: str | None, failed: bool) -> None:
-        """An actor here has failed or stopped: tell its owner and everybody who has called it."""
-        fields = {
-            "mesh": cell.ref.mesh,
-            "base_rank": cell.base_rank,
-            "event": event,
-            "traceback": traceback,
-            "failed": failed,
-        }
-        for process in {cell.owner, *cell.callers}:
-            self.send(Message("actor_down", process, self.address, fields))
+    def cell_down(self, cell: Cell, told: Iterable[Address], event: str, traceback: str | None, failed: bool) -> None:
+        """An actor here has failed or stopped: tell the processes ``told``."""
+        mesh = cell.ref.mesh
+        with self._lock:
+            self._ended_cells[mesh] = event
+            self._cells.pop(mesh, None)
+        down = ActorDown(mesh, cell.base_rank, event, traceback, failed, self.host_name, os.getpid())
+        for process in told:
+            self.send(Message("actor_down", process, self.address, asdict(down)))
 
-    def stop_cells(self, reason: str) -> list[Cell]:
-        """Ask every actor here to stop; return those that still have to."""
-        cells = list(self.cells.values())
+    def stop_cells(self, reason: str, timeout: float) -> list[Cell]:
+        """Ask every actor here to stop, within ``timeout`` seconds; return those that still have to."""
+        cells = list(self._cells.values())
         for cell in cells:
-            cell.end(reason, failed=False)
+            cell.stop(reason, timeout / 2)
         return cells
 
 
@@ -298,11 +322,3 @@ def _whose(reason: str, process: Address, ref: ActorRef | None) -> str:
         return reason
     base_rank = int(process.proc.rpartition(".")[2])
     return f"The actor {ref.describe(base_rank)} and all its descendants have failed: {reason}"
-
-
-def creator_of(fields: dict[str, Any], owner: Address) -> CreatorInstance:
-    """Return the creator that a spawn message names."""
-    name, class_name, rank, labels, sizes, display = fields
-    from monarch_slurm.actor.shape import Extent, Point
-
-    return CreatorInstance(name, class_name, Point(rank, Extent(labels, sizes)), display, owner)

@@ -1,7 +1,7 @@
 """Shapes of meshes: labelled dimensions over ranks, and how they are sliced.
 
-The classes and their semantics are those of Monarch's ``hyperactor`` shapes: a `Slice` is a strided view of ranks, a `Shape` names
-its dimensions, an `Extent` is labels and sizes alone, a `Point` is one place in an extent.
+The classes and their semantics are those of Monarch's ``hyperactor`` shapes: a `Slice` is a strided view of ranks, a
+`Shape` names its dimensions, an `Extent` is labels and sizes alone, a `Point` is one place in an extent.
 """
 
 from __future__ import annotations

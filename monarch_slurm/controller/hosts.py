@@ -47,7 +47,8 @@ def make_job_folder(folder: Path) -> Path:
 
 
 def publish(folder: Path, *, address: str) -> None:
-    """Become the controller of the job in ``folder``: listen on an ephemeral port of the IP ``address``, and say so there.
+    """Become the controller of the job in ``folder``: listen on an ephemeral port of the IP ``address``, and say so
+    there.
 
     ``folder/controller.json`` (mode 0600) tells agents where to dial and holds the job's keys.
 
@@ -69,7 +70,8 @@ def gather_hosts(
     timeout: float | None = None,
     still_hope: Callable[[], str | None] | None = None,
 ) -> HostMesh:
-    """Wait until the agents of the named hosts have joined; return them as a mesh with dimension ``hosts``, in that order.
+    """Wait until the agents of the named hosts have joined; return them as a mesh with dimension ``hosts``, in that
+    order.
 
     Args:
         names: names that the agents were started with; a name that stands there twice needs two agents.
@@ -81,27 +83,30 @@ def gather_hosts(
     """
     here = client()
     deadline = None if timeout is None else time.monotonic() + timeout
-    with here.hosts_changed:
-        while True:
+    while True:
+        with here.hosts_changed:
             found, missing = _pick(names, here.joined)
-            if not missing:
-                break
-            reason = still_hope() if still_hope is not None else None
-            if reason is None and deadline is not None and time.monotonic() >= deadline:
-                reason = f"gave up after {timeout:g} s"
-            if reason is not None:
-                raise HostsMissingError(
-                    f"{len(found)} of {len(names)} hosts joined; missing: {', '.join(missing)} ({reason}). Look at their logs: the "
-                    "package must be importable there, and the controller's address reachable"
-                )
-            here.hosts_changed.wait(_LOOK_SECONDS)
+        if not missing:
+            break
+        # Asked without the lock: it may take its time, and hosts must be able to join meanwhile.
+        reason = still_hope() if still_hope is not None else None
+        if reason is None and deadline is not None and time.monotonic() >= deadline:
+            reason = f"gave up after {timeout:g} s"
+        if reason is not None:
+            raise HostsMissingError(
+                f"{len(found)} of {len(names)} hosts joined; missing: {', '.join(missing)} ({reason}). "
+                "Look at their logs: the package must be importable there, and the controller's address reachable"
+            )
+        left = _LOOK_SECONDS if deadline is None else min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))
+        with here.hosts_changed:
+            here.hosts_changed.wait_for(lambda: not _pick(names, here.joined)[1], left)
     hosts = tuple(info.host for info in found)
     return HostMesh(hosts, Shape(["hosts"], Slice.new_row_major([len(hosts)])), owned=True)
 
 
 def host_addresses(mesh: HostMesh) -> list[str]:
     """Return the IP address of each host of ``mesh``, as its agent found or was told it."""
-    known = {info.host: info.address for info in client().joined}
+    known = client().addresses
     return [known[mesh._hosts[rank]] for rank in mesh._shape.ndslice]
 
 

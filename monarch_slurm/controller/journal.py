@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,18 +20,20 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._file = os.fdopen(fd, "w", buffering=1, encoding="utf-8")
+        self._file = os.fdopen(fd, "w", buffering=1, encoding="utf-8")  # a line leaves when it is whole
+        self._lock = threading.Lock()
 
     def write(self, event: Mapping[str, Any], sync: bool = False) -> None:
-        """Append ``event``.
+        """Append ``event``. For any thread.
 
         Args:
             sync: it must be on the disk when this returns, not just with the operating system.
         """
-        self._file.write(json.dumps(event, default=str) + "\n")
-        if sync:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        line = json.dumps(event, default=str) + "\n"
+        with self._lock:
+            self._file.write(line)
+            if sync:
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""

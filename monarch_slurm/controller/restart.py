@@ -17,12 +17,13 @@ class RestartLimit:
 class RestartBudget:
     """Counts restarts against a limit, and says how long to wait before each.
 
-    Failures that are further apart than the window cost nothing: a job that loses a process every few minutes goes on for ever,
-    one that dies at every start is given up.
+    Failures that are further apart than the window cost nothing: a job that loses a process every few minutes goes on
+    for ever, one that dies at every start is given up.
 
     Args:
         limit: how many restarts in which time.
-        backoff: seconds before the second restart in a row; each further one waits twice as long, up to ``max_backoff``.
+        backoff: seconds before the second restart in a row; each further one waits twice as long, up to
+            ``max_backoff``.
         max_backoff: seconds.
     """
 

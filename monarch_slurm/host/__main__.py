@@ -18,11 +18,11 @@ def main() -> int:
     parser.add_argument("--name", help="name of this host")
     parser.add_argument("--address", help="IP address that procs of this host bind and advertise")
     options = parser.parse_args()
-    if options.fd is not None:
-        return serve_from_pipe(options.fd)
-    if options.folder is None or options.name is None:
+    if options.fd is None and (options.folder is None or options.name is None):
         parser.error("give --folder and --name, or --fd")
     try:
+        if options.fd is not None:
+            return serve_from_pipe(options.fd)
         return serve(options.folder, name=options.name, address=options.address)
     except MonarchSlurmError as error:
         print(f"error: {error}", file=sys.stderr)

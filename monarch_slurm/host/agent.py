@@ -1,8 +1,8 @@
 """The host agent: the one process per node that spawns, watches, routes for and ends the procs there.
 
-It has one thread. Messages for a proc that has not reported yet wait; messages for one that has ended are answered with the news of
-its end, so nobody waits for an answer that cannot come. When the controller is silent for longer than the lease, or says that
-this host was given up, the agent ends all its procs and itself.
+It has one thread. Messages for a proc that has not reported yet wait; messages for one that has ended are answered with
+the news of its end, so nobody waits for an answer that cannot come. When the controller is silent for longer than the
+lease, or says that this host was given up, the agent ends all its procs and itself.
 """
 
 from __future__ import annotations
@@ -11,22 +11,37 @@ import logging
 import os
 import signal
 import socket
-import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import zmq
 
 from monarch_slurm.config import configure, settings
 from monarch_slurm.host.exits import ProcDown
+from monarch_slurm.host.identity import ADDRESS_VARIABLE as ADDRESS_VARIABLE
+from monarch_slurm.host.identity import address_towards
+from monarch_slurm.host.output import Output
 from monarch_slurm.host.proc import ProcSpec
 from monarch_slurm.host.procs import ProcTable
-from monarch_slurm.wire import AGENT, CONTROLLER, Address, Invitation, Link, Loop, Message, UnknownPeerError, WireError
+from monarch_slurm.wire import (
+    AGENT,
+    CONTROLLER,
+    Address,
+    Invitation,
+    Link,
+    Loop,
+    Message,
+    UnknownPeerError,
+    WireError,
+    make_runtime_dir,
+    remove_runtime_dir,
+)
 from monarch_slurm.wire.keys import CONTROLLER_FILE
-from monarch_slurm.wire.sockets import bind_ipc, connect_tcp, make_dealer, make_router, make_runtime_dir
+from monarch_slurm.wire.runtime_dir import SOCKET_NAME
+from monarch_slurm.wire.sockets import bind_ipc, connect_tcp, make_dealer, make_router
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +50,10 @@ ENDED, LEASE_EXPIRED, FENCED = 0, 3, 4
 
 MAX_TOMBSTONES = 10_000
 
-ADDRESS_VARIABLE = "MONARCH_SLURM_ADDRESS"
-"""Procs find the IP address of their host in this environment variable."""
+_NOT_THERE = "NotThere(this host has no such proc)"
+
+_FAREWELL_MS = 500
+"""Time for the last messages to reach the controller, if it is still there."""
 
 
 @dataclass
@@ -54,6 +71,7 @@ class Agent:
         invitation: where the controller is and how to prove membership.
         name: the host's name as people know it (Slurm's node name, or the hostname).
         host: id of the host; one that no agent had before.
+        output: where lines of procs go.
         folder: job folder, whose ``controller.json`` vanishes when the controller ends; None if there is none.
         controller_pid: pid of a controller on this machine whose end is watched; 0 for none.
         address: IP address that procs of this host bind and advertise; None takes the one that reaches the controller.
@@ -65,6 +83,7 @@ class Agent:
         name: str,
         *,
         host: str,
+        output: Output,
         folder: Path | None = None,
         controller_pid: int = 0,
         address: str | None = None,
@@ -76,21 +95,21 @@ class Agent:
         self._folder = folder
         self._invitation = invitation
         self._loop = Loop()
+        self._output = output
         self._exit_code = ENDED
+        self._ending = False
         self._runtime_dir = make_runtime_dir()
-        self._socket_path = self._runtime_dir / "agent.sock"
+        self._socket_path = self._runtime_dir / SOCKET_NAME
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        configured_logs = settings().log_dir
-        log_dir = Path(configured_logs) if configured_logs else None
-        self._procs = ProcTable(self._loop, settings().preload, log_dir, self._proc_ended)
         self._waiting: dict[str, _Waiting] = {}
         self._owners: dict[str, Address] = {}
         self._tombstones: dict[str, ProcDown] = {}
         self._last_heard = self._loop.clock()
-        self._welcomed = False
         router = make_router(self._context)
         bind_ipc(router, self._socket_path)
         self._down = Link(self._loop, router, self._from_proc, self._proc_fault)
+        log_dir = Path(settings().log_dir) if settings().log_dir else None
+        self._procs = ProcTable(self._loop, output, log_dir, self._down.connected, self._proc_ended)
         dealer = make_dealer(self._context, self.host)
         connect_tcp(dealer, invitation)
         self._up = Link(self._loop, dealer, lambda _, message: self._from_controller(message), self._controller_fault)
@@ -113,12 +132,18 @@ class Agent:
     def run(self) -> int:
         """Serve until told to end; return the exit code."""
         for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda *_: self._end(ENDED))
+            signal.signal(
+                number, lambda *_: self._loop.call_soon(lambda: self._wind_down(settings().process_exit_timeout))
+            )
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         wakeup_read, wakeup_write = socket.socketpair()
         wakeup_write.setblocking(False)
-        signal.set_wakeup_fd(wakeup_write.fileno())
-        self._loop.add_reader(wakeup_read.fileno(), lambda: wakeup_read.recv(512) and None)
+        signal.set_wakeup_fd(wakeup_write.fileno(), warn_on_full_buffer=False)
+
+        def wake_up() -> None:
+            wakeup_read.recv(512)
+
+        self._loop.add_reader(wakeup_read.fileno(), wake_up)
         hello = {"name": self.name, "pid": os.getpid(), "hostname": socket.gethostname(), "address": self.ip}
         self._up.send(Message("hello", CONTROLLER, self._address, hello))
         self._procs.warm()
@@ -145,6 +170,7 @@ class Agent:
             self._end(LEASE_EXPIRED)
             return
         self._up.send(Message("heartbeat", CONTROLLER, self._address))
+        self._procs.reap()
         self._loop.call_later(interval, self._beat)
 
     def _controller_left(self) -> bool:
@@ -174,7 +200,6 @@ class Agent:
 
     def _take_welcome(self, message: Message) -> None:
         configure(**message.fields["settings"])
-        self._welcomed = True
 
     def _fenced(self, message: Message) -> None:
         logger.error(
@@ -183,9 +208,19 @@ class Agent:
         self._end(FENCED)
 
     def _shutdown(self, message: Message) -> None:
-        self._end(ENDED)
+        self._wind_down(message.fields["timeout"])
+
+    def _wind_down(self, timeout: float) -> None:
+        """End the procs in order, and then this agent; procs that take longer than ``timeout`` seconds are killed."""
+        if not self._ending:
+            self._ending = True
+            for name in self._procs.names():
+                self._stop_proc(name, self._address, timeout)
+            if not self._procs.names():
+                self._end(ENDED)
 
     def _end(self, code: int) -> None:
+        """End at once, procs and all."""
         self._exit_code = code
         self._loop.stop()
 
@@ -193,11 +228,10 @@ class Agent:
         self._procs.close()
         self._up.send(Message("bye", CONTROLLER, self._address))
         self._down.close()
-        self._up.close()
-        self._context.destroy(linger=500)
-        for path in self._runtime_dir.iterdir():
-            path.unlink()
-        self._runtime_dir.rmdir()
+        self._up.close(linger_ms=_FAREWELL_MS)
+        self._context.term()
+        remove_runtime_dir(self._runtime_dir)
+        self._output.flush(timeout=1.0)
 
     # ---- routing
 
@@ -233,24 +267,30 @@ class Agent:
         except UnknownPeerError:
             self._undeliverable(name, message)
 
-    def _undeliverable(self, name: str, message: Message) -> None:
+    def _undeliverable(self, name: str, message: Message, exit_text: str = _NOT_THERE) -> None:
         if message.kind in ("proc_down", "host_down"):
             return
-        down = self._tombstones.get(name) or ProcDown(
-            self.host, self.name, name, "", 0, 0, "NotThere(this host has no such proc)", 0.0
-        )
+        down = self._tombstones.get(name)
+        if down is None:
+            mesh, _, rank = name.rpartition(".")
+            number = int(rank) if rank.isdecimal() else 0
+            down = ProcDown(self.host, self.name, name, mesh, number, 0, exit_text, time.time())
         self._route(Message("proc_down", message.src, self._address, down.to_fields()))
 
     def _cast(self, message: Message) -> None:
-        mesh = message.fields["proc_mesh"]
-        for rank in message.fields["base_ranks"]:
-            self._to_proc(f"{mesh}.{rank}", message)
+        fields = message.fields
+        for rank in fields["base_ranks"]:
+            self._to_proc(f"{fields['proc_mesh']}.{rank}", message)
 
     # ---- procs
 
     def _spawn(self, message: Message) -> None:
         fields = message.fields
         mesh = fields["mesh"]
+        if self._ending:
+            for proc in fields["procs"]:
+                self._undeliverable(f"{mesh}.{proc['rank']}", message, "NotStarted(the host's agent is ending)")
+            return
         self._owners[mesh] = message.src
         specs = []
         for proc in fields["procs"]:
@@ -262,7 +302,8 @@ class Agent:
             specs.append(
                 ProcSpec(
                     self.host, self.name, name, mesh, proc["rank"], str(self._socket_path), fields["entry"],
-                    {**fields["env"], **proc["env"], ADDRESS_VARIABLE: self.ip}, fields["sys_path"], fields["cwd"], proc["cpus"], fields["settings"],
+                    {**fields["env"], **proc["env"], ADDRESS_VARIABLE: self.ip}, fields["sys_path"], fields["cwd"],
+                    proc["cpus"], fields["settings"],
                 )
             )  # fmt: skip
         self._procs.spawn(specs)
@@ -271,6 +312,7 @@ class Agent:
         waiting = self._waiting.pop(name, None)
         if waiting is None:
             return
+        self._procs.reported(name)
         assert waiting.first is not None
         self._down.send(waiting.first, name)
         for message in waiting.messages:
@@ -292,6 +334,8 @@ class Agent:
         self._kill_owned_by(down.address)
         if not self._procs.names(down.mesh):
             self._owners.pop(down.mesh, None)
+        if self._ending and not self._procs.names():
+            self._end(ENDED)
 
     def _tell_procs(self, message: Message) -> None:
         for name in self._procs.names():
@@ -323,32 +367,24 @@ class Agent:
 
     def _stop_procs(self, message: Message) -> None:
         """End procs in order: each is told, and killed if it takes too long; ``proc_down`` tells when it is gone."""
-        for name in self._chosen(message.fields):
-            if name in self._waiting:
-                self._procs.expect_end(name, 0.0)
+        there = set(self._procs.names(message.fields["mesh"]))
+        for name in _names(message.fields):
+            if name in there:
+                self._stop_proc(name, message.src, message.fields["timeout"])
             else:
-                self._to_proc(name, Message("exit", Address(self.host, name), message.src))
-                self._procs.expect_end(name, message.fields["timeout"])
+                self._undeliverable(name, message)
+
+    def _stop_proc(self, name: str, asker: Address, timeout: float) -> None:
+        if name in self._waiting:
+            self._procs.expect_end(name, 0.0)
+        else:
+            self._to_proc(name, Message("exit", Address(self.host, name), asker, {"timeout": timeout}))
+            self._procs.expect_end(name, timeout)
 
     def _kill_procs(self, message: Message) -> None:
-        for name in self._chosen(message.fields):
+        for name in _names(message.fields):
             self._procs.signal(name, message.fields["signal"])
 
-    def _chosen(self, fields: dict[str, Any]) -> list[str]:
-        ranks = fields.get("ranks")
-        names = self._procs.names(fields["mesh"])
-        return names if ranks is None else [name for name in names if int(name.rpartition(".")[2]) in ranks]
 
-
-def new_host_id(name: str) -> str:
-    """Return an id for the host ``name`` that no agent had before."""
-    return f"{name}#{os.urandom(4).hex()}"
-
-
-def address_towards(endpoint: str) -> str:
-    """Return the IP address of this machine from which ``tcp://host:port`` is reached. Sends nothing."""
-    ip, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    family = socket.AF_INET6 if "[" in ip else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((ip.strip("[]"), int(port)))
-        return str(probe.getsockname()[0])
+def _names(fields: dict[str, Any]) -> list[str]:
+    return [f"{fields['mesh']}.{rank}" for rank in fields["ranks"]]

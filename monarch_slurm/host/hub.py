@@ -1,4 +1,4 @@
-"""The controller's end: one connection per host agent, who is there, who has died, and passing messages on between hosts."""
+"""The controller's end: one connection per host agent, who is there, who has died, messages passed on between hosts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Hub:
         keys: the job's keys.
         on_message: called on the loop's thread with every message for the controller process itself.
         on_joined: called with each host whose agent has joined.
-        on_host_down: called once for each host that died. A host that said goodbye is not told here.
+        on_host_down: called once for each host that has ended or is given up.
     """
 
     def __init__(
@@ -77,10 +77,9 @@ class Hub:
         self._interval = current.heartbeat_interval
         self._liveness = Liveness(current.heartbeat_interval, current.missed_heartbeats)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._gatekeeper = Gatekeeper(self._context, keys)
-        gate_fd = self._gatekeeper.socket.getsockopt(zmq.FD)
-        loop.call_soon(lambda: loop.add_reader(gate_fd, self._gatekeeper.serve))
         router = make_router(self._context)
+        self._gatekeeper = Gatekeeper(self._context, router, keys)
+        loop.call_soon(lambda: self._gatekeeper.attach(loop))
         self._link = Link(loop, router, self._from_agent, self._agent_fault)
         loop.call_soon(self._beat)
 
@@ -103,7 +102,10 @@ class Hub:
         )
 
     def send(self, message: Message) -> None:
-        """Send ``message`` to its host. For any thread. News of the host's end comes back if it is gone."""
+        """Send ``message`` to its host. For any thread. News of the host's end comes back if it is gone.
+
+        A host whose connection has broken is given up: what was on the way is lost, and nobody knows what it was.
+        """
         if message.dst.host == CONTROLLER.host:
             self._loop.call_soon(lambda: self._on_message(message))
             return
@@ -132,15 +134,17 @@ class Hub:
             self.hosts[host] = HostInfo(host, name, "", 0, "")
         self._host_down(host, cause)
 
-    def shutdown(self, hosts: list[str] | None = None) -> None:
-        """Tell agents to end with all their procs: all, or those of ``hosts``."""
-        for host in list(self.hosts) if hosts is None else hosts:
-            self._send_quietly(Message("shutdown", Address(host, AGENT), CONTROLLER))
+    def shutdown(self, timeout: float) -> None:
+        """Tell all agents to end with their procs, which may take ``timeout`` seconds."""
+        with self._lock:
+            hosts = [*self.hosts, *self._expected]
+        for host in hosts:
+            self.send(Message("shutdown", Address(host, AGENT), CONTROLLER, {"timeout": timeout}))
 
     def close(self) -> None:
         """Close the sockets. When the loop does not run any more."""
+        self._gatekeeper.close()
         self._link.close()
-        self._gatekeeper.socket.close()
         self._context.destroy(linger=200)
 
     def _send_quietly(self, message: Message) -> None:
@@ -151,6 +155,7 @@ class Hub:
 
     def _undeliverable(self, message: Message) -> None:
         host = message.dst.host
+        self._host_down(host, "the connection to its agent is gone")  # if it is not known to have ended
         down = self._gone.get(host) or HostDown(
             host, host.partition("#")[0], "no agent of this name is connected", time.time()
         )

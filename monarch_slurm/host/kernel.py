@@ -45,3 +45,42 @@ def children() -> list[int]:
         except FileNotFoundError:
             continue  # that thread ended meanwhile
     return found
+
+
+def kill(pid: int) -> None:
+    """Kill process ``pid``, unless it is gone already."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def kill_group(pid: int) -> None:
+    """Kill the process group that ``pid`` leads, unless it is gone already."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def family(pid: int) -> tuple[int, int]:
+    """Return process group and session of ``pid``; zeros if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0, 0
+    return int(fields[2]), int(fields[3])
+
+
+def environment_value(pid: int, name: str) -> str | None:
+    """Return the value of variable ``name`` that process ``pid`` was executed with."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            variables = file.read().split(b"\0")
+    except OSError:  # it is gone, or has changed its user
+        return None
+    prefix = name.encode() + b"="
+    return next(
+        (entry[len(prefix) :].decode(errors="replace") for entry in variables if entry.startswith(prefix)), None
+    )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+
+from monarch_slurm.host.output import STDERR, STDOUT, Output
 
 _READ_BYTES = 64 * 1024
 _MAX_LINE_BYTES = 64 * 1024
+_READS_IN_A_ROW = 16
+"""A proc that prints without end gets the loop's attention for no longer than this."""
 
 
 class LineReader:
@@ -29,8 +31,8 @@ class LineReader:
         self.ended = False
 
     def read(self) -> bool:
-        """Take what is there now; False once every writer has closed the pipe."""
-        while True:
+        """Take what is there now, up to a limit; False once every writer has closed the pipe."""
+        for _ in range(_READS_IN_A_ROW):
             try:
                 data = os.read(self.fd, _READ_BYTES)
             except BlockingIOError:
@@ -43,10 +45,12 @@ class LineReader:
             if len(self._rest) > _MAX_LINE_BYTES:
                 self._hand_on(self._rest)
                 self._rest = b""
+        return True
 
     def finish(self) -> None:
-        """Hand on the last, unfinished line and close the pipe."""
+        """Hand on what is left, the last, unfinished line too, and close the pipe."""
         if not self.ended:
+            self.read()
             self.ended = True
             if self._rest:
                 self._hand_on(self._rest)
@@ -65,13 +69,11 @@ class ProcLog:
         tail_lines: lines of stderr that `tail` returns.
     """
 
-    def __init__(self, prefix: str, path: Path | None, tail_lines: int) -> None:
+    def __init__(self, output: Output, prefix: str, path: Path | None, tail_lines: int) -> None:
+        self._output = output
         self._prefix = prefix
         self._tail: deque[str] = deque(maxlen=tail_lines)
-        self._file: BinaryIO | None = None
-        if path is not None:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the proc
+        self._file = output.open(path) if path is not None else None
 
     @property
     def tail(self) -> list[str]:
@@ -80,21 +82,21 @@ class ProcLog:
 
     def stdout(self, line: str) -> None:
         """Take a line of stdout."""
-        self._write(line, sys.stdout)
+        self._write(STDOUT, line)
 
     def stderr(self, line: str) -> None:
         """Take a line of stderr."""
         self._tail.append(line)
-        self._write(line, sys.stderr)
+        self._write(STDERR, line)
 
     def close(self) -> None:
         """Close the file, if there is one."""
         if self._file is not None:
-            self._file.close()
+            self._output.close(self._file)
             self._file = None
 
-    def _write(self, line: str, stream: object) -> None:
+    def _write(self, stream: int, line: str) -> None:
         if self._file is not None:
-            self._file.write(line.encode(errors="replace") + b"\n")
+            self._output.write(self._file, line)
         else:
-            print(f"{self._prefix} {line}", file=stream, flush=True)  # type: ignore[call-overload]
+            self._output.write(stream, f"{self._prefix} {line}")

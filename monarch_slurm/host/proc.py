@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from monarch_slurm.wire import pack
 
 PACKET_BYTES = 128 * 1024
 """Largest request of an agent to its zygote, or answer."""
+
+ENTRY_MODULE = "monarch_slurm.actor.proc_main"
+"""What procs run; the zygote imports it once for all. Only its name is known in this layer."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,11 @@ class ProcSpec:
     cwd: str = ""
     cpus: list[int] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
+
+
+def pack_request(spec: ProcSpec, last: bool) -> bytes:
+    """Return the packet that asks a zygote for a proc; ``last`` makes it fork all that it was asked for."""
+    return pack({"spec": asdict(spec), "last": last})
 
 
 def run_proc(spec: ProcSpec) -> int:

@@ -5,27 +5,28 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-
-import msgpack
 
 from monarch_slurm.config import settings
 from monarch_slurm.host import kernel
 from monarch_slurm.host.exits import ProcDown, describe_exit
+from monarch_slurm.host.guardian import end_children
 from monarch_slurm.host.logs import LineReader, ProcLog
-from monarch_slurm.host.proc import PACKET_BYTES, ProcSpec
-from monarch_slurm.wire import Loop
+from monarch_slurm.host.orphans import Orphans
+from monarch_slurm.host.output import Output
+from monarch_slurm.host.proc import PACKET_BYTES, ProcSpec, pack_request
+from monarch_slurm.host.zygote_link import ZygoteLink
+from monarch_slurm.wire import Loop, Timer
 
 logger = logging.getLogger(__name__)
 
-DRAIN_SECONDS = 0.002
-"""Between a proc's end and telling of it, so that what it sent before it ended is read first."""
+DRAIN_SECONDS = 0.5
+"""Longest wait, after a proc's end and before it is told, for what the proc had sent. Mostly that is there at once."""
+
+LOOK_SECONDS = 0.001
 
 
 @dataclass
@@ -36,15 +37,11 @@ class _Proc:
     pid: int = 0
     pidfd: int = -1
     stopping: bool = False
+    signal_at_birth: int = 0
+    patience: Timer | None = None
+    reported: bool = False
+    why_ended: str = ""
     ended_at: float = 0.0
-
-
-@dataclass
-class _Zygote:
-    process: subprocess.Popen[bytes]
-    socket: socket.socket
-    ready: bool = False
-    waiting: list[ProcSpec] = field(default_factory=list)
 
 
 class ProcTable:
@@ -52,19 +49,30 @@ class ProcTable:
 
     Args:
         loop: the agent's loop, on whose thread everything here happens.
-        preload: what the zygote imports, see `monarch_slurm.host.zygote.preload`.
+        output: where lines of procs go.
         log_dir: folder for one log file per proc; None sends lines to the agent's own output.
+        connected: whether a proc that is gone still has a connection, on which something that it sent may yet arrive.
         on_down: called once for each proc that ended or could not start.
     """
 
-    def __init__(self, loop: Loop, preload: str, log_dir: Path | None, on_down: Callable[[ProcDown], None]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        output: Output,
+        log_dir: Path | None,
+        connected: Callable[[str], bool],
+        on_down: Callable[[ProcDown], None],
+    ) -> None:
         self._loop = loop
-        self._preload = preload
+        self._output = output
+        self._preload = settings().preload
         self._log_dir = log_dir
+        self._connected = connected
         self._on_down = on_down
         self._procs: dict[str, _Proc] = {}
-        self._zygote: _Zygote | None = None
-        self._reap_timer_armed = False
+        self._zygote: ZygoteLink | None = None
+        self._zygotes: set[ZygoteLink] = set()
+        self._orphans = Orphans(loop, self._living, self._known, lambda: any(zygote.asked for zygote in self._zygotes))
         kernel.become_subreaper()
 
     def __len__(self) -> int:
@@ -81,153 +89,99 @@ class ProcTable:
 
     def warm(self) -> None:
         """Start the zygote now, so that the first spawn need not wait for it."""
-        if self._zygote is None:
-            self._zygote = self._start_zygote()
+        self._warm_zygote()
 
     def renew(self) -> None:
         """Replace the zygote, in case procs inherit what makes them fail. Procs that run are left alone."""
-        old, self._zygote = self._zygote, None
+        old = self._zygote
         if old is not None:
-            if old.waiting or not old.ready:
-                self._zygote = old  # it has not forked anything yet: it is new
-                return
-            self._retire(old)
+            if not old.ready:
+                return  # it has not forked anything yet: it is new
+            self._zygote = None
+            old.retire()
         self.warm()
 
     def spawn(self, specs: list[ProcSpec]) -> None:
         """Start procs. They, too, end in ``on_down`` if they cannot be started."""
+        fitting = []
         for spec in specs:
             self._add(spec)
-        self.warm()
-        assert self._zygote is not None
-        if self._zygote.ready:
-            self._request(self._zygote, specs)
-        else:
-            self._zygote.waiting += specs
+            size = len(pack_request(spec, last=True))
+            if size <= PACKET_BYTES:
+                fitting.append(spec)
+            else:
+                why = f"NotStarted(its environment and search path take {size} bytes; {PACKET_BYTES} are allowed)"
+                self._loop.call_soon(lambda name=spec.proc, why=why: self._end(name, why))  # type: ignore[misc]
+        if fitting:
+            self._warm_zygote().ask(fitting)
+
+    def reported(self, name: str) -> None:
+        """Note that a proc has reported, so that its start is over."""
+        proc = self._procs.get(name)
+        if proc is not None:
+            proc.reported = True
+            if proc.patience is not None:
+                proc.patience.cancel()
 
     def signal(self, name: str, number: int) -> None:
-        """Send a signal to a proc and all that it started; a proc that has no pid yet ends when it gets one."""
+        """Send a signal to a proc (SIGKILL: and to all that it started), at its birth if it has no pid yet."""
         proc = self._procs.get(name)
         if proc is None:
             return
         if proc.pid == 0:
-            proc.stopping = True
+            proc.signal_at_birth = number
         elif proc.pidfd >= 0:
-            _signal_group(proc, number)
+            _send_signal(proc, number)
 
     def expect_end(self, name: str, seconds: float) -> None:
         """The proc was told to end: kill it if it has not within ``seconds``."""
         proc = self._procs.get(name)
         if proc is not None:
             proc.stopping = True
-            self._loop.call_later(seconds, lambda: self._kill_if_same(name, proc))
+            if seconds > 0:
+                self._loop.call_later(seconds, lambda: self._kill_if_same(name, proc))
+            else:
+                self.signal(name, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Look after orphans; to be called now and then."""
+        self._orphans.sweep()
 
     def close(self) -> None:
-        """Kill everything and the zygote; return when all of it is gone."""
+        """Kill everything and the zygotes; return when all of it is gone."""
         for proc in self._procs.values():
             if proc.pidfd >= 0:
-                _signal_group(proc, signal.SIGKILL)
-        if self._zygote is not None:
-            self._zygote.process.kill()
-            self._zygote.process.wait()
-        # The zygote is dead, so no new child can appear but orphans of those that are being killed here.
-        while True:
-            try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                for child in kernel.children():
-                    _kill(child)
-                time.sleep(0.001)
+                _send_signal(proc, signal.SIGKILL)
+        for zygote in self._zygotes:
+            zygote.kill()
+        # The zygotes are dead, so no new child can appear but orphans of those that are being killed here.
+        end_children(kernel.children)
 
     def _kill_if_same(self, name: str, proc: _Proc) -> None:
         if self._procs.get(name) is proc:
             self.signal(name, signal.SIGKILL)
 
-    # ---- the zygote
+    # ---- zygotes
 
-    def _start_zygote(self) -> _Zygote:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "monarch_slurm.host.zygote", str(theirs.fileno()), str(os.getpid())]
-        # One thread per numeric library: a fork of a process with running pool threads is broken.
-        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        process = subprocess.Popen(
-            [*command, self._preload], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
-        )
-        theirs.close()
-        ours.setblocking(False)
-        zygote = _Zygote(process, ours)
-        self._loop.add_reader(ours.fileno(), lambda: self._zygote_speaks(zygote))
-        return zygote
+    def _warm_zygote(self) -> ZygoteLink:
+        if self._zygote is None:
+            self._zygote = ZygoteLink(self._loop, self._preload, self._pipes, self._born, self._zygote_ended)
+            self._zygotes.add(self._zygote)
+        return self._zygote
 
-    def _zygote_speaks(self, zygote: _Zygote) -> None:
-        while True:
-            try:
-                packet = zygote.socket.recv(PACKET_BYTES)
-            except BlockingIOError:
-                return
-            except ConnectionResetError:
-                packet = b""
-            if not packet:
-                self._zygote_ended(zygote)
-                return
-            answer = msgpack.unpackb(packet)
-            if "ready" in answer:
-                self._zygote_ready(zygote, answer)
-            else:
-                self._born(answer["proc"], answer["pid"])
-
-    def _zygote_ready(self, zygote: _Zygote, answer: dict[str, object]) -> None:
-        zygote.ready = True
-        failures = answer["failures"]
-        assert isinstance(failures, list)
-        for failure in failures:
-            logger.warning("the zygote could not preload %s\nprocs will import it themselves", failure)
-        if answer["threads"] != 1:
-            logger.warning(
-                "preloading %r started threads (%s in all); forked procs lack them. Leave out the module that starts them",
-                self._preload,
-                answer["threads"],
-            )
-        waiting, zygote.waiting = zygote.waiting, []
-        self._request(zygote, waiting)
-
-    def _zygote_ended(self, zygote: _Zygote) -> None:
-        self._loop.remove_reader(zygote.socket.fileno())
-        zygote.socket.close()
-        code = zygote.process.wait()
-        if self._zygote is not zygote:
-            return
-        self._zygote = None
-        lost = [name for name, proc in self._procs.items() if proc.pid == 0]
-        if not zygote.ready and self._preload:
-            logger.warning("the zygote ended (status %s) while it preloaded %r; going on without", code, self._preload)
+    def _zygote_ended(self, zygote: ZygoteLink, why: str) -> None:
+        self._zygotes.discard(zygote)
+        if self._zygote is zygote:
+            self._zygote = None
+        if not zygote.ready and zygote.preload:
+            logger.warning("%s while it preloaded %r; going on without", why, zygote.preload)
             self._preload = ""
             if zygote.waiting:
-                self._zygote = self._start_zygote()
-                self._zygote.waiting = zygote.waiting
+                self._warm_zygote().ask(zygote.waiting)
             return
-        for name in lost:
-            self._end(name, f"NotStarted(the zygote ended with status {code})")
-
-    def _retire(self, zygote: _Zygote) -> None:
-        """Close the zygote's socket after what it was asked for: it answers that, then reads the end and leaves."""
-        zygote.socket.shutdown(socket.SHUT_WR)
-
-    def _request(self, zygote: _Zygote, specs: list[ProcSpec]) -> None:
-        zygote.socket.setblocking(True)
-        try:
-            for index, spec in enumerate(specs):
-                packet = msgpack.packb({"spec": asdict(spec), "last": index == len(specs) - 1})
-                ends = self._pipes(spec)
-                socket.send_fds(zygote.socket, [packet], ends)
-                for end in ends:
-                    os.close(end)
-        except OSError as error:  # its end is told by _zygote_speaks, which gives these procs up
-            logger.warning("cannot ask the zygote for procs: %s", error)
-        finally:
-            zygote.socket.setblocking(False)
+        for name in [*zygote.asked, *(spec.proc for spec in zygote.waiting)]:
+            if name in self._procs:
+                self._end(name, f"NotStarted({why})")
 
     def _pipes(self, spec: ProcSpec) -> list[int]:
         proc = self._procs[spec.proc]
@@ -245,24 +199,34 @@ class ProcTable:
     def _add(self, spec: ProcSpec) -> None:
         path = self._log_dir / f"{spec.host_name}.{spec.proc}.log" if self._log_dir else None
         prefix = f"[{spec.host_name} {spec.mesh} {spec.rank}]"
-        self._procs[spec.proc] = _Proc(spec, ProcLog(prefix, path, settings().stderr_tail_lines), [])
+        log = ProcLog(self._output, prefix, path, settings().stderr_tail_lines)
+        self._procs[spec.proc] = _Proc(spec, log, [])
 
     def _born(self, name: str, pid: int) -> None:
         proc = self._procs[name]
         proc.pid = pid
         proc.pidfd = os.pidfd_open(pid)
         self._loop.add_reader(proc.pidfd, lambda: self._ended(name))
-        if proc.stopping:
-            _signal_group(proc, signal.SIGKILL)
+        if proc.signal_at_birth:
+            _send_signal(proc, proc.signal_at_birth)
+        seconds = proc.spec.settings.get("proc_start_timeout") or settings().proc_start_timeout
+        if not proc.reported:
+            proc.patience = self._loop.call_later(seconds, lambda: self._too_slow(name, seconds))
+
+    def _too_slow(self, name: str, seconds: float) -> None:
+        self._procs[
+            name
+        ].why_ended = f"NotReported(no word from it within {seconds:g} s of its start; setting proc_start_timeout)"
+        self.signal(name, signal.SIGKILL)
 
     def _ended(self, name: str) -> None:
         proc = self._procs[name]
-        _kill_group(proc.pid)  # what it started ends with it; while it is not reaped its pid is nobody else's
+        kernel.kill_group(proc.pid)  # what it started ends with it; while it is not reaped its pid is nobody else's
         try:
             result = os.waitid(os.P_PIDFD, proc.pidfd, os.WEXITED | os.WNOHANG)
         except ChildProcessError:  # still the midwife's child: it ends in a moment
             self._loop.remove_reader(proc.pidfd)
-            self._loop.call_later(DRAIN_SECONDS, lambda: self._loop.add_reader(proc.pidfd, lambda: self._ended(name)))
+            self._loop.call_later(LOOK_SECONDS, lambda: self._loop.add_reader(proc.pidfd, lambda: self._ended(name)))
             return
         if result is None:
             return
@@ -270,18 +234,27 @@ class ProcTable:
         self._loop.remove_reader(proc.pidfd)
         os.close(proc.pidfd)
         proc.pidfd = -1
-        exit_text = describe_exit(result.si_code, result.si_status)
-        self._loop.call_later(DRAIN_SECONDS, lambda: self._end(name, exit_text))
+        if proc.patience is not None:
+            proc.patience.cancel()
+        self._orphans.sweep()
+        exit_text = proc.why_ended or describe_exit(result.si_code, result.si_status)
+        self._drain(name, exit_text, self._loop.clock() + DRAIN_SECONDS)
+
+    def _drain(self, name: str, exit_text: str, deadline: float) -> None:
+        """Tell of the end once the connection is gone, too; nothing that the proc sent can come after that."""
+        if self._connected(name) and self._loop.clock() < deadline:
+            self._loop.call_later(LOOK_SECONDS, lambda: self._drain(name, exit_text, deadline))
+        else:
+            self._end(name, exit_text)
 
     def _end(self, name: str, exit_text: str) -> None:
         proc = self._procs.pop(name)
         for reader in proc.readers:
             if not reader.ended:
                 self._loop.remove_reader(reader.fd)
-                reader.read()
                 reader.finish()
         proc.log.close()
-        self._kill_orphans()
+        self._orphans.sweep()
         spec = proc.spec
         self._on_down(
             ProcDown(
@@ -295,47 +268,19 @@ class ProcTable:
             self._loop.remove_reader(reader.fd)
             reader.finish()
 
-    def _kill_orphans(self) -> None:
-        """End children that no table knows: what a dead proc had started in a session of its own."""
-        known = {proc.pid for proc in self._procs.values()}
-        if self._zygote is not None:
-            known.add(self._zygote.process.pid)
-            if any(proc.pid == 0 for proc in self._procs.values()):
-                return  # a proc may have been born whose pid has not been told yet
-        strangers = [pid for pid in kernel.children() if pid not in known]
-        for pid in strangers:
-            _kill(pid)
-            try:
-                os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:
-                continue
-        if strangers and not self._reap_timer_armed:
-            self._reap_timer_armed = True
-            self._loop.call_later(0.05, self._reap_again)
+    # ---- orphans
 
-    def _reap_again(self) -> None:
-        self._reap_timer_armed = False
-        self._kill_orphans()
+    def _living(self) -> dict[str, int]:
+        return {name: proc.pid for name, proc in self._procs.items() if proc.pidfd >= 0}
+
+    def _known(self) -> set[int]:
+        return {proc.pid for proc in self._procs.values() if proc.pidfd >= 0} | {zygote.pid for zygote in self._zygotes}
 
 
-def _signal_group(proc: _Proc, number: int) -> None:
+def _send_signal(proc: _Proc, number: int) -> None:
     try:
         signal.pidfd_send_signal(proc.pidfd, number)
     except ProcessLookupError:
         return
     if number == signal.SIGKILL:
-        _kill_group(proc.pid)
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+        kernel.kill_group(proc.pid)

@@ -6,23 +6,21 @@ import logging
 import os
 import subprocess
 import sys
+import sysconfig
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-import msgpack
-
+import monarch_slurm
 from monarch_slurm.config import configure, get_global_config, settings
-from monarch_slurm.errors import MonarchSlurmError
-from monarch_slurm.host.agent import Agent, new_host_id
-from monarch_slurm.wire import Invitation, read_invitation
+from monarch_slurm.host.agent import Agent
+from monarch_slurm.host.guardian import guard
+from monarch_slurm.host.identity import NoControllerError, new_host_id
+from monarch_slurm.host.output import Output, OutputHandler
+from monarch_slurm.wire import Invitation, pack, read_invitation, unpack
 from monarch_slurm.wire.keys import CONTROLLER_FILE
 
 _POLL_SECONDS = 0.1
-
-
-class NoControllerError(MonarchSlurmError):
-    """No controller has published itself in the job folder."""
 
 
 def serve(folder: Path, *, name: str, address: str | None = None) -> int:
@@ -38,6 +36,7 @@ def serve(folder: Path, *, name: str, address: str | None = None) -> int:
 
     Raises:
         NoControllerError: the file did not come.
+        SocketPathError: there is no folder for sockets.
         KeyFileError: the file cannot be trusted.
     """
     deadline = time.monotonic() + settings().mesh_orphan_timeout
@@ -49,22 +48,31 @@ def serve(folder: Path, *, name: str, address: str | None = None) -> int:
         except FileNotFoundError:
             if time.monotonic() > deadline:
                 raise NoControllerError(
-                    f"host {name}: no controller published {path} within {settings().mesh_orphan_timeout:g} s; is the folder "
-                    "on a file system that all nodes share, and did the controller start?"
+                    f"host {name}: no controller published {path} within {settings().mesh_orphan_timeout:g} s; "
+                    "is the folder on a file system that all nodes share, and did the controller start?"
                 ) from None
         time.sleep(_POLL_SECONDS)
-    _set_up_logging()
-    return Agent(invitation, name, host=new_host_id(name), folder=folder, address=address).run()
+
+    def run_agent() -> int:
+        output = _set_up_output()
+        return Agent(invitation, name, host=new_host_id(name), output=output, folder=folder, address=address).run()
+
+    return guard(run_agent)
 
 
 def serve_from_pipe(fd: int) -> int:
     """Run the agent that `start_local_agent` asked for on the pipe ``fd``."""
     with os.fdopen(fd, "rb") as pipe:
-        start = msgpack.unpackb(pipe.read())
+        start = unpack(pipe.read())
     configure(**start["settings"])
-    _set_up_logging()
     invitation = Invitation(**start["invitation"])
-    return Agent(invitation, start["name"], host=start["host"], controller_pid=start["controller_pid"]).run()
+
+    def run_agent() -> int:
+        output = _set_up_output()
+        pid = start["controller_pid"]
+        return Agent(invitation, start["name"], host=start["host"], output=output, controller_pid=pid).run()
+
+    return guard(run_agent)
 
 
 def start_local_agent(invitation: Invitation, host: str, name: str, session: bool = True) -> subprocess.Popen[bytes]:
@@ -77,7 +85,13 @@ def start_local_agent(invitation: Invitation, host: str, name: str, session: boo
     """
     read_end, write_end = os.pipe()
     command = [sys.executable, "-m", "monarch_slurm.host", "--fd", str(read_end)]
-    process = subprocess.Popen(command, pass_fds=[read_end], stdin=subprocess.DEVNULL, start_new_session=session)
+    process = subprocess.Popen(
+        command,
+        pass_fds=[read_end],
+        stdin=subprocess.DEVNULL,
+        start_new_session=session,
+        env={**os.environ, **_importable()},
+    )
     os.close(read_end)
     start = {
         "invitation": asdict(invitation),
@@ -87,9 +101,21 @@ def start_local_agent(invitation: Invitation, host: str, name: str, session: boo
         "settings": get_global_config(),
     }
     with os.fdopen(write_end, "wb") as pipe:
-        pipe.write(msgpack.packb(start))
+        pipe.write(pack(start))
     return process
 
 
-def _set_up_logging() -> None:
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+def _importable() -> dict[str, str]:
+    """Variables with which a child finds this package where this process has it."""
+    home = str(Path(monarch_slurm.__file__).parent.parent)
+    if home in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH", "")]))}
+
+
+def _set_up_output() -> Output:
+    output = Output()
+    handler = OutputHandler(output)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], force=True)
+    return output

@@ -1,11 +1,11 @@
 """The zygote: a process that has imported what procs need, and forks them.
 
-A proc that imports torch by itself takes seconds to start; a fork of a process that has it takes milliseconds. The zygote
-has one thread, no ZeroMQ context and no device: a fork of those would be broken.
+A proc that imports torch by itself takes seconds to start; a fork of a process that has it takes milliseconds. The
+zygote has one thread, no ZeroMQ context and no device: a fork of those would be broken.
 
-Order of events of a spawn: the agent sends one packet per proc, the last one marked; the zygote forks a midwife, which forks the
-procs, tells the agent their pids and ends. That makes the agent (a subreaper) the parent of the procs, so it can
-wait for them itself, and they outlive a zygote that breaks.
+Order of events of a spawn: the agent sends one packet per proc, the last one marked; the zygote forks a midwife, which
+forks the procs, tells the agent their pids and ends. That makes the agent (a subreaper) the parent of the procs, so it
+can wait for them itself, and they outlive a zygote that breaks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import signal
 import socket
 import sys
 import traceback
-from typing import Any
-
-import msgpack
+from typing import Any, NoReturn
 
 from monarch_slurm.host import kernel
+from monarch_slurm.host.orphans import PROC_VARIABLE
 from monarch_slurm.host.proc import PACKET_BYTES, ProcSpec, run_proc
+from monarch_slurm.wire import pack, unpack
 
 
 def preload(modules: list[str]) -> list[str]:
-    """Import ``modules``; an entry ``package.module:function`` is called after its import. Return what failed, as texts."""
+    """Import ``modules``, and call functions named as ``package.module:function``; return what failed, as texts."""
     failures = []
     for entry in modules:
         name, _, function = entry.partition(":")
@@ -51,7 +51,7 @@ def main() -> None:
     with socket.socket(fileno=fd) as agent_socket:
         failures = preload(modules)
         threads = len(os.listdir("/proc/self/task"))
-        agent_socket.send(msgpack.packb({"ready": True, "failures": failures, "threads": threads}))
+        agent_socket.send(pack({"ready": True, "failures": failures, "threads": threads}))
         gc.collect()
         gc.freeze()
         _serve(agent_socket, agent)
@@ -63,7 +63,7 @@ def _serve(agent_socket: socket.socket, agent: int) -> None:
         packet, fds, _, _ = socket.recv_fds(agent_socket, PACKET_BYTES, 2)
         if not packet:
             return
-        request = msgpack.unpackb(packet)
+        request = unpack(packet)
         batch.append((request["spec"], list(fds)))
         if request["last"]:
             midwife = os.fork()
@@ -90,11 +90,11 @@ def _deliver(agent_socket: socket.socket, batch: list[tuple[dict[str, Any], list
                     if pipe not in pipes:
                         os.close(pipe)
             _be_born(ProcSpec(**fields), pipes, midwife, midwife_ended, agent)
-        agent_socket.send(msgpack.packb({"proc": fields["proc"], "pid": pid}))
+        agent_socket.send(pack({"proc": fields["proc"], "pid": pid}))
 
 
-def _be_born(spec: ProcSpec, pipes: list[int], midwife: int, midwife_ended: int, agent: int) -> None:
-    """Become the proc. Never returns."""
+def _be_born(spec: ProcSpec, pipes: list[int], midwife: int, midwife_ended: int, agent: int) -> NoReturn:
+    """Become the proc."""
     code = 1
     try:
         os.setsid()  # a group of its own, so that whatever it starts can be ended with it
@@ -126,16 +126,23 @@ def _apply(spec: ProcSpec) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+    os.environ[PROC_VARIABLE] = spec.proc
     for path in reversed(spec.sys_path):
         if path not in sys.path:
             sys.path.insert(0, path)
     if spec.cwd and os.path.isdir(spec.cwd):
         os.chdir(spec.cwd)
     if spec.cpus:
-        os.sched_setaffinity(0, spec.cpus)
+        try:
+            os.sched_setaffinity(0, spec.cpus)
+        except OSError as error:
+            have = sorted(os.sched_getaffinity(0))
+            raise OSError(
+                error.errno, f"cannot bind {spec.proc} to CPUs {spec.cpus}; host {spec.host_name} has {have}"
+            ) from None
 
 
-def _leave(code: int) -> None:
+def _leave(code: int) -> NoReturn:
     # No atexit and no destructors: those registered before the fork belong to the zygote.
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -1,10 +1,11 @@
 """Frames, pickles, ZeroMQ sockets and keys: how processes of one job talk. Knows nothing of hosts, procs or actors.
 
 - `frames`: messages and process addresses
-- `pickling`: values with out-of-band buffers
+- `pickling`: values with out-of-band buffers; `plain`: values that need no pickle
 - `loop`: the I/O loop
 - `link`: a socket with numbered messages
 - `sockets`: ipc in a private folder, tcp with CURVE, who may talk
+- `runtime_dir`: that private folder
 - `keys`: the job's keys and the file that hands them on
 - `liveness`: who has been silent for too long
 """
@@ -15,7 +16,9 @@ from monarch_slurm.wire.link import Link, UnknownPeerError
 from monarch_slurm.wire.liveness import Liveness
 from monarch_slurm.wire.loop import Loop, Timer
 from monarch_slurm.wire.pickling import dumps, loads
-from monarch_slurm.wire.sockets import BindError, Gatekeeper, SocketPathError, make_runtime_dir
+from monarch_slurm.wire.plain import pack, unpack
+from monarch_slurm.wire.runtime_dir import SocketPathError, make_runtime_dir, remove_runtime_dir
+from monarch_slurm.wire.sockets import BindError, Gatekeeper
 
 __all__ = [
     "AGENT",
@@ -37,6 +40,9 @@ __all__ = [
     "dumps",
     "loads",
     "make_runtime_dir",
+    "pack",
     "read_invitation",
+    "remove_runtime_dir",
+    "unpack",
     "write_invitation",
 ]

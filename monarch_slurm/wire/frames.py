@@ -1,8 +1,8 @@
 """The shape of a message on a link.
 
 A message is a list of frames: an 8-byte sequence number of the link, a header, and the body's frames. The header is a
-msgpack array ``[kind, dst, src, fields]``: ``dst`` and ``src`` are process addresses (`Address`), ``fields`` a map of plain
-values. Only a body is ever unpickled, and only by the process that it is addressed to.
+msgpack array ``[kind, dst, src, fields]``: ``dst`` and ``src`` are process addresses (`Address`), ``fields`` a map of
+plain values. Only a body is ever unpickled, and only by the process that it is addressed to.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import msgpack
-
 from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.wire.pickling import Buffer
+from monarch_slurm.wire.plain import UnpackError, pack, unpack
 
 _SEQUENCE = struct.Struct("<Q")
 MAX_HEADER_BYTES = 16 * 2**20
@@ -28,8 +27,8 @@ class WireError(MonarchSlurmError):
 class Address(NamedTuple):
     """Where a process is: the id of its host and its name there.
 
-    The controller is ``("controller", "client")``, an agent ``(host, "agent")``. A host id carries the incarnation of the agent
-    (``n1#2``), so that a host that was given up cannot speak again under its old name.
+    The controller is ``("controller", "client")``, an agent ``(host, "agent")``. A host id carries the incarnation of
+    the agent (``n1#2``), so that a host that was given up cannot speak again under its old name.
     """
 
     host: str
@@ -60,7 +59,7 @@ def encode(message: Message) -> list[Buffer]:
     """Return the header and body frames of ``message``."""
     header = message.header
     if header is None:
-        header = msgpack.packb([message.kind, message.dst, message.src, message.fields])
+        header = pack([message.kind, message.dst, message.src, message.fields])
     return [header, *message.body]
 
 
@@ -73,9 +72,9 @@ def decode(frames: Sequence[Buffer]) -> Message:
     if not frames or len(frames[0]) > MAX_HEADER_BYTES:
         raise WireError(f"not a message: {len(frames)} frames")
     try:
-        kind, dst, src, fields = msgpack.unpackb(frames[0], strict_map_key=False)
+        kind, dst, src, fields = unpack(frames[0])
         (dst_host, dst_proc), (src_host, src_proc) = dst, src
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+    except UnpackError as error:
         raise WireError(f"not a message header: {error!r}") from None
     texts = (kind, dst_host, dst_proc, src_host, src_proc)
     if not all(isinstance(text, str) for text in texts) or not isinstance(fields, dict):

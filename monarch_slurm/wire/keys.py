@@ -1,7 +1,7 @@
 """The keys of a job, and the file that hands them to its host agents.
 
-Whoever can read ``controller.json`` may join the job, and whoever may join can run code in it. So the file is readable by its
-owner alone, is written before it gets its name, and is refused when anybody else could have read or written it.
+Whoever can read ``controller.json`` may join the job, and whoever may join can run code in it. So the file is readable
+by its owner alone, is written before it gets its name, and is refused when anybody else could have read or written it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class JobKeys:
 
 @dataclass(frozen=True)
 class Invitation:
-    """What an agent needs in order to join a job: where the controller listens, its public key, the agents' own pair."""
+    """What an agent needs to join a job: where the controller listens, its public key, the agents' own pair."""
 
     address: str
     server_public: str
@@ -70,7 +70,7 @@ class Invitation:
 
 
 def write_invitation(folder: Path, invitation: Invitation) -> Path:
-    """Write ``controller.json`` into ``folder``, readable by its owner only, complete from the moment it has its name."""
+    """Write ``controller.json`` into ``folder``, readable by its owner only, complete as soon as it has its name."""
     path = folder / CONTROLLER_FILE
     fd, aside = tempfile.mkstemp(dir=folder, prefix=f".{CONTROLLER_FILE}.")  # mode 0600
     with os.fdopen(fd, "w") as file:

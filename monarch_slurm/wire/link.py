@@ -7,19 +7,22 @@ A link numbers what it sends to each peer and checks the numbers of what it rece
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 
 import zmq
 
 from monarch_slurm.wire.frames import Message, WireError, decode, encode, pack_sequence, unpack_sequence
 from monarch_slurm.wire.loop import Loop
+from monarch_slurm.wire.pickling import Buffer
 
 MessageHandler = Callable[[str, Message], None]
 FaultHandler = Callable[[str, WireError], None]
 
 SOLE_PEER = ""
 """The name of a DEALER's one peer."""
+
+_BATCH = 64
+"""Messages that are taken from the socket in one go; senders wait for the socket meanwhile."""
 
 
 class UnknownPeerError(Exception):
@@ -28,6 +31,11 @@ class UnknownPeerError(Exception):
 
 class Link:
     """One DEALER or ROUTER socket on a loop.
+
+    ZeroMQ's descriptor signals edges, not levels: it becomes readable once when messages arrive, and whoever touches
+    the socket next takes that signal. So after every touch by another thread than the loop's, the socket is asked
+    whether messages wait, and if so the loop is told. No wake-up is lost: a message that arrives after that question
+    makes a new edge.
 
     Args:
         socket: bound or connected; the link owns it from here on.
@@ -47,12 +55,12 @@ class Link:
         self._sent: dict[str, int] = {}
         self._received: dict[str, int] = {}
         self._closed = False
-        self._fd = socket.getsockopt(zmq.FD)
+        self._fd = int(socket.getsockopt(zmq.FD))
         loop.call_soon(self._register)
 
     def _register(self) -> None:
-        self._loop.add_reader(self._fd, self._read)
-        self._read()
+        self._loop.add_reader(self._fd, self.read)
+        self.read()
 
     def send(self, message: Message, peer: str = SOLE_PEER) -> None:
         """Send ``message``; it is in ZeroMQ's hands when this returns. For any thread; keeps the order of one thread.
@@ -65,23 +73,39 @@ class Link:
             if self._closed:
                 return
             number = self._sent.get(peer, 0)
-            head = [peer.encode()] if self._routes else []
             try:
-                self._socket.send_multipart([*head, pack_sequence(number), *frames], zmq.NOBLOCK, copy=False)
-            except zmq.ZMQError as error:
-                if error.errno == zmq.EHOSTUNREACH:
-                    raise UnknownPeerError(peer) from None
-                raise
-            self._sent[peer] = number + 1
-            # Sending runs ZeroMQ's own event processing, which may take the edge that the loop waits for.
-            pending = self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN
-        if pending:
-            self._loop.call_soon(self._read)
+                self._send_frames(peer, [pack_sequence(number), *frames])
+                self._sent[peer] = number + 1
+            finally:
+                waiting = self._readable()
+        if waiting:
+            self._loop.call_soon(self.read)
+
+    def connected(self, peer: str) -> bool:
+        """Return whether a ROUTER still has a connection to ``peer``; once it has not, `read` sees the last that
+        ``peer`` sent.
+
+        Only for a peer that takes no more messages: what finds out is an empty one.
+        """
+        with self._lock:
+            if self._closed:
+                return False
+            try:
+                self._send_frames(peer, [b""])
+            except UnknownPeerError:
+                return False
+            finally:
+                waiting = self._readable()
+        if waiting:
+            self._loop.call_soon(self.read)
+        return True
 
     def with_socket(self, use: Callable[[zmq.Socket[bytes]], str]) -> str:
         """Return ``use(socket)``, called while no other thread touches the socket; to listen on one more address."""
         with self._lock:
-            return use(self._socket)
+            result = use(self._socket)
+        self._loop.call_soon(self.read)
+        return result
 
     def forget(self, peer: str) -> None:
         """Forget the numbers of ``peer``, which is gone and will not come back under this name."""
@@ -90,37 +114,53 @@ class Link:
             self._received.pop(peer, None)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close the socket; what is sent may take up to ``linger_ms`` to leave. On the loop's thread, or when it does not run."""
+        """Close the socket; what is sent gets ``linger_ms`` to leave. On the loop's thread, or when it does not run."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._loop.remove_reader(self._fd)
                 self._socket.close(linger=linger_ms)
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Hand on every message that has arrived. On the loop's thread."""
         while True:
+            arrived: list[list[bytes]] = []
             with self._lock:
-                if self._closed or not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-                    return
-                arrived: deque[list[bytes]] = deque()
-                while self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN and len(arrived) < 64:
+                while len(arrived) < _BATCH and not self._closed and self._readable():
                     arrived.append(self._socket.recv_multipart(zmq.NOBLOCK))
+            if not arrived:
+                return
             for frames in arrived:
                 self._take(frames)
+
+    def _send_frames(self, peer: str, frames: list[Buffer]) -> None:
+        head = [peer.encode()] if self._routes else []
+        try:
+            self._socket.send_multipart([*head, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                raise UnknownPeerError(peer) from None
+            raise
+
+    def _readable(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _take(self, frames: list[bytes]) -> None:
         peer = SOLE_PEER
         if self._routes:
             peer, frames = frames[0].decode(errors="replace"), frames[1:]
         try:
-            if len(frames) < 2:
-                raise WireError(f"not a message: {len(frames)} frames")
-            number, expected = unpack_sequence(frames[0]), self._received.get(peer, 0)
-            if number != expected:
-                raise WireError(f"message {expected} was lost on the way; {number} came instead")
-            self._received[peer] = number + 1
-            message = decode(frames[1:])
+            message = self._check(peer, frames)
         except WireError as error:
             self._on_fault(peer, error)
             return
         self._on_message(peer, message)
+
+    def _check(self, peer: str, frames: list[bytes]) -> Message:
+        if len(frames) < 2:
+            raise WireError(f"not a message: {len(frames)} frames")
+        number, expected = unpack_sequence(frames[0]), self._received.get(peer, 0)
+        if number != expected:
+            raise WireError(f"message {expected} was lost on the way; {number} came instead")
+        self._received[peer] = number + 1
+        return decode(frames[1:])

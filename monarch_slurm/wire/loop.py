@@ -36,8 +36,8 @@ class Timer:
 class Loop:
     """Runs callbacks when descriptors are readable, timers are due or other threads ask.
 
-    A callback that raises is a fault of this package: it is logged with its traceback and the loop goes on, since one broken
-    message must not cost the process its other links.
+    A callback that raises is a fault of this package: it is logged with its traceback and the loop goes on, since one
+    broken message must not cost the process its other links.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -61,12 +61,11 @@ class Loop:
 
     def remove_reader(self, fd: int) -> None:
         """Forget ``fd``; do so before closing it."""
-        if self._readers.pop(fd, None) is not None:
-            if not self._epoll.closed:
-                self._epoll.unregister(fd)
+        if self._readers.pop(fd, None) is not None and not self._epoll.closed:
+            self._epoll.unregister(fd)
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        """Call ``callback`` on the loop's thread after ``seconds``. Only for the loop's own thread, or before it runs."""
+        """Call ``callback`` on the loop's thread after ``seconds``. For the loop's own thread, or before it runs."""
         timer = Timer(callback)
         heapq.heappush(self._timers, (self.clock() + seconds, next(self._order), timer))
         return timer

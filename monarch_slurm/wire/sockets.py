@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,74 +14,18 @@ import zmq.utils.z85
 from monarch_slurm.config import settings
 from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.wire.keys import Invitation, JobKeys
+from monarch_slurm.wire.loop import Loop
+from monarch_slurm.wire.runtime_dir import check_private, check_socket_path
 
 logger = logging.getLogger(__name__)
-
-MAX_SOCKET_PATH = 107
-"""Bytes of a Unix socket's path (``sun_path`` of unix(7), less the closing zero)."""
 
 HANDSHAKE_MS = 10_000
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 KNOCK_LOG_SECONDS = 10.0
 
 
-class SocketPathError(MonarchSlurmError):
-    """A folder for Unix sockets cannot be used."""
-
-
 class BindError(MonarchSlurmError):
     """An address or port cannot be listened on."""
-
-
-def make_runtime_dir() -> Path:
-    """Make and return a private folder (mode 0700) for this process's Unix sockets.
-
-    Raises:
-        SocketPathError: it cannot be made there, or the paths of sockets in it would be too long.
-    """
-    configured = settings().runtime_dir
-    base = Path(configured or os.environ.get("XDG_RUNTIME_DIR") or "/tmp")  # noqa: S108 - mkdtemp makes the name
-    if not configured and (not base.is_dir() or not os.access(base, os.W_OK)):
-        base = Path("/tmp")  # noqa: S108
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=f"ms-{os.getuid()}-", dir=base))
-    except OSError as error:
-        raise SocketPathError(
-            f"cannot make a folder for sockets in {base}: {error.strerror}; set MONARCH_SLURM_RUNTIME_DIR to a short, "
-            "writable local folder"
-        ) from None
-    try:
-        check_socket_path(folder / "agent.sock")
-    except SocketPathError:
-        folder.rmdir()
-        raise
-    return folder
-
-
-def check_socket_path(path: Path) -> str:
-    """Return the ``ipc://`` address of ``path``.
-
-    Raises:
-        SocketPathError: the path is too long for a Unix socket.
-    """
-    length = len(os.fsencode(path))
-    if length > MAX_SOCKET_PATH:
-        raise SocketPathError(
-            f"the socket path {path} has {length} bytes, and Unix sockets allow {MAX_SOCKET_PATH}; set "
-            "MONARCH_SLURM_RUNTIME_DIR to a short folder such as /tmp"
-        )
-    return f"ipc://{path}"
-
-
-def check_private(folder: Path) -> None:
-    """Make sure that ``folder`` is a real folder of ours that nobody else can enter.
-
-    Raises:
-        SocketPathError: it is not.
-    """
-    info = os.lstat(folder)
-    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
-        raise SocketPathError(f"{folder} is not a private folder of yours (mode 0700); refusing to use sockets in it")
 
 
 def _prepare(socket: zmq.Socket[bytes]) -> None:
@@ -155,36 +97,69 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> None:
 class Gatekeeper:
     """Answers ZeroMQ's question (ZAP, RFC 27) whether a peer may talk: only with the job's agent key.
 
-    libzmq asks before it hands on a single byte of a peer. `serve` belongs on the I/O loop that reads `socket`.
+    libzmq asks before it hands on a single byte of a peer. Peers that do not get as far as that question (no CURVE, a
+    wrong server key, no ZeroMQ at all) are refused by libzmq, and counted here. Everything belongs on the I/O loop that
+    reads ``guarded``.
+
+    Args:
+        guarded: the socket whose peers are asked about.
+        keys: the job's keys.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], keys: JobKeys, clock: Callable[[], float] = time.monotonic
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        guarded: zmq.Socket[bytes],
+        keys: JobKeys,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.socket = context.socket(zmq.REP)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind(ZAP_ENDPOINT)
+        self._questions = context.socket(zmq.REP)
+        self._questions.setsockopt(zmq.LINGER, 0)
+        self._questions.bind(ZAP_ENDPOINT)
+        self._failures = guarded.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        )
+        self._guarded = guarded
         self._agent_key = zmq.utils.z85.decode(keys.agent_public)
         self._clock = clock
         self._last_log = float("-inf")
         self.refused = 0
+        """Connections refused so far."""
 
-    def serve(self) -> None:
-        """Answer every question that has arrived."""
-        while self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            version, request, domain, address, _identity, mechanism, *credentials = self.socket.recv_multipart()
+    def attach(self, loop: Loop) -> None:
+        """Serve on ``loop``."""
+        for socket, serve in ((self._questions, self._answer), (self._failures, self._note_failures)):
+            loop.add_reader(int(socket.getsockopt(zmq.FD)), serve)
+            serve()
+
+    def close(self) -> None:
+        """Close the sockets; before ``guarded`` is closed, and when the loop does not run any more."""
+        self._guarded.disable_monitor()
+        self._questions.close()
+
+    def _answer(self) -> None:
+        while _readable(self._questions):
+            version, request, domain, address, _identity, mechanism, *credentials = self._questions.recv_multipart()
             # ipc sockets have no domain set and are guarded by their folder and the peer's uid (see bind_ipc).
             allowed = mechanism == b"CURVE" and credentials == [self._agent_key] and domain == b"monarch_slurm"
             code, text = (b"200", b"OK") if allowed else (b"400", b"no key of this job")
-            self.socket.send_multipart([version, request, code, text, b"agent" if allowed else b"", b""])
+            self._questions.send_multipart([version, request, code, text, b"agent" if allowed else b"", b""])
             if not allowed:
-                self._knocked(address.decode(errors="replace"), mechanism.decode(errors="replace"))
+                self._refused(f"{address.decode(errors='replace')} ({mechanism.decode(errors='replace')})")
 
-    def _knocked(self, address: str, mechanism: str) -> None:
+    def _note_failures(self) -> None:
+        while _readable(self._failures):
+            self._failures.recv_multipart()
+            self._refused("somebody who does not speak as an agent of this job does")
+
+    def _refused(self, who: str) -> None:
         self.refused += 1
         if self._clock() - self._last_log >= KNOCK_LOG_SECONDS:
             self._last_log = self._clock()
             logger.warning(
-                "refused a connection from %s (%s) that does not hold this job's key; %d refused so far",
-                address, mechanism, self.refused,
-            )  # fmt: skip
+                "refused a connection of %s: it does not hold this job's key; %d refused so far", who, self.refused
+            )
+
+
+def _readable(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)

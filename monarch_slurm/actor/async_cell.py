@@ -1,0 +1,191 @@
+"""Actors whose endpoints are coroutines: a thread with an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from monarch_slurm.actor.cell import Cell, EndActor, Stop
+from monarch_slurm.actor.context import Context, set_context
+from monarch_slurm.actor.errors import MeshFailure
+from monarch_slurm.actor.messages import Call
+from monarch_slurm.config import settings
+
+logger = logging.getLogger(__name__)
+
+_MESSAGES_IN_A_ROW = 64
+"""After so many messages without a pause the actor's other tasks get their turn."""
+
+
+class AsyncCell(Cell):
+    """One such actor."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._inbox: deque[Call | Stop | None] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._arrived = asyncio.Event()
+        self._loop_lock = threading.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def _enqueue(self, item: Call | Stop | None) -> None:
+        self._inbox.append(item)
+        with self._loop_lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._arrived.set)
+
+    def _main(self) -> None:
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        with self._loop_lock:
+            self._loop = asyncio.get_running_loop()
+        try:
+            await self._live()
+        finally:
+            with self._loop_lock:
+                self._loop = None  # it is about to close, and takes no calls any more
+
+    async def _live(self) -> None:
+        try:
+            self._construct()
+            stop = await self._serve()
+            await self._end_tasks()
+            await self._release_aside(stop.reason, stop.timeout)
+            await self._cleanup(None)
+        except EndActor as end:
+            await self._end_tasks()
+            await self._release_aside(end.event, settings().process_exit_timeout)
+            try:
+                await self._cleanup(end.cause or RuntimeError(end.event))
+            except EndActor as again:
+                logger.error("%s", again.event)  # noqa: TRY400 - the event has the traceback already
+            self._finish(end.event, end.traceback, failed=True)
+        else:
+            self._finish(self._stopped_event(stop.reason), None, failed=False)
+
+    async def _serve(self) -> Stop:
+        in_a_row = 0
+        while True:
+            while self._control:
+                await self._control.popleft()()
+            if not self._inbox:
+                # The event is cleared before the queue is looked at again: an item that comes between is not missed.
+                self._arrived.clear()
+                in_a_row = 0
+                if not self._inbox:
+                    await self._arrived.wait()
+                continue
+            item = self._inbox.popleft()
+            if isinstance(item, Stop):
+                return item
+            if item is not None:
+                await self._handle(item)
+                in_a_row += 1
+                if in_a_row >= _MESSAGES_IN_A_ROW:
+                    in_a_row = 0
+                    await asyncio.sleep(0)
+
+    async def _supervise(self, failure: MeshFailure) -> None:
+        try:
+            with _hidden_loop():
+                handled = self._ask_handler(failure)
+            if isinstance(handled, Awaitable):
+                handled = await handled
+        except BaseException as error:
+            raise self._handling_failed(error, failure) from error
+        if not handled:
+            raise self._unhandled(failure)
+
+    def _add_control(self, control: Callable[[], Any]) -> None:
+        async def run() -> None:
+            result = control()
+            if isinstance(result, Awaitable):
+                await result
+
+        super()._add_control(run)
+
+    async def _handle(self, call: Call) -> None:
+        set_context(Context(self.instance, call.place(self.base_rank)))
+        try:
+            method, args, kwargs = self._prepare(call)
+            if not inspect.iscoroutinefunction(method):
+                with _hidden_loop():
+                    result = method(*args, **kwargs)
+            elif self._is_concurrent(call):
+                self._start_task(call, method, args, kwargs)
+                return
+            else:
+                result = await method(*args, **kwargs)
+        except BaseException as error:
+            self._judge(call, error)
+        else:
+            self._answer(call, result)
+
+    def _is_concurrent(self, call: Call) -> bool:
+        return getattr(getattr(type(self.object), call.method, None), "_concurrent", False)
+
+    def _start_task(
+        self, call: Call, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        async def body() -> None:
+            try:
+                result = await method(*args, **kwargs)
+            except BaseException as error:
+                self._task_failed(call, error)
+            else:
+                self._answer(call, result)
+
+        task = asyncio.ensure_future(body())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _task_failed(self, call: Call, error: BaseException) -> None:
+        explicit = self._is_explicit(call)
+        if call.port is not None and not explicit:
+            self._answer_error(call, error, "" if isinstance(error, Exception) else " with BaseException")
+        elif not isinstance(error, asyncio.CancelledError):  # which is how the actor's end ends its tasks
+            end = self._failure(error)
+            self._add_control(lambda: self._raise(end))
+
+    async def _end_tasks(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=settings().cleanup_timeout)
+
+    async def _release_aside(self, reason: str, timeout: float) -> None:
+        if self.runtime.owns_anything(self.instance):
+            await asyncio.to_thread(self._release, reason, timeout)
+
+    async def _cleanup(self, error: BaseException | None) -> None:
+        handler = self._cleanup_handler()
+        if handler is None or self.object is None:
+            return
+        watch = self._watch_cleanup()
+        try:
+            result = handler(error)
+            if isinstance(result, Awaitable):
+                await result
+        except BaseException as raised:
+            raise self._failure(raised, "__cleanup__ failed: ") from raised
+        finally:
+            watch.cancel()
+
+
+@contextlib.contextmanager
+def _hidden_loop() -> Iterator[None]:
+    """Let plain functions run as if no event loop did, so that a blocking ``get`` in them is not warned about."""
+    loop = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(loop)

@@ -1,0 +1,119 @@
+"""The client's own machine as a host: its agent starts with the first procs that are asked for, and anew if it dies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable
+
+from monarch_slurm.config import settings
+from monarch_slurm.host import HostInfo, Hub, start_local_agent
+from monarch_slurm.host.identity import new_host_id
+from monarch_slurm.wire import Loop, Timer
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+
+
+class LocalHost:
+    """The agent of this machine.
+
+    Args:
+        loop: the client's loop.
+        hub: the client's hub.
+        on_new_id: called with the id that procs are asked of from now on: at first, and after the agent has died.
+    """
+
+    def __init__(self, loop: Loop, hub: Hub, on_new_id: Callable[[str], None]) -> None:
+        self._loop = loop
+        self._hub = hub
+        self._on_new_id = on_new_id
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._agent_pid = 0
+        self._patience: Timer | None = None
+        self._closed = False
+        self._ended = threading.Event()
+        self.name = socket.gethostname()
+        self.id = ""
+        self._new_id()
+
+    def _new_id(self) -> None:
+        self.id = new_host_id(self.name)
+        self._hub.expect(self.id)
+        self._on_new_id(self.id)
+
+    def ensure(self, host: str) -> None:
+        """Start the agent of ``host``, unless it runs or is another's. Does not wait for it. For any thread."""
+        if host != self.id or self._process is not None:
+            return
+        with self._lock:
+            if host != self.id or self._process is not None or self._closed:
+                return
+            self._ended.clear()
+            self._process = start_local_agent(self._hub.invitation(LOOPBACK), self.id, self.name)
+            process = self._process
+        self._loop.call_soon(lambda: self._watch(process))
+
+    def joined(self, info: HostInfo) -> None:
+        """Note that an agent has joined; it may be this one. On the loop's thread."""
+        if info.host == self.id:
+            self._agent_pid = info.pid
+            if self._patience is not None:
+                self._patience.cancel()
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        pidfd = os.pidfd_open(process.pid)
+
+        def ended() -> None:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+            self._agent_ended(process.wait())
+
+        self._loop.add_reader(pidfd, ended)
+        if not self._agent_pid:
+            self._patience = self._loop.call_later(settings().host_join_timeout, self._too_slow)
+
+    def _too_slow(self) -> None:
+        cause = (
+            f"its agent (pid {self._process.pid if self._process else 0}) did not join within "
+            f"{settings().host_join_timeout:g} s (setting host_join_timeout); what it printed may tell why"
+        )
+        self._hub.give_up(self.id, self.name, cause)
+        self._kill()
+
+    def _agent_ended(self, status: int) -> None:
+        with self._lock:
+            host = self.id
+            self._process = None
+            self._agent_pid = 0
+            if self._patience is not None:
+                self._patience.cancel()
+            if not self._closed:
+                self._new_id()
+        self._hub.give_up(host, self.name, f"its agent ended with status {status}")
+        self._ended.set()
+
+    def _kill(self) -> None:
+        """Kill the agent; its guardian clears up after it, and is killed only if there is no agent yet."""
+        with self._lock:
+            if self._process is not None:
+                os.kill(self._agent_pid or self._process.pid, signal.SIGKILL)
+
+    def close(self, timeout: float) -> None:
+        """Wait up to ``timeout`` seconds for the agent, which was told to end; then kill it."""
+        with self._lock:
+            self._closed = True
+            running = self._process is not None
+        if running and not self._ended.wait(timeout):
+            logger.warning("the agent of this machine has not ended within %g s: killing it", timeout)
+            self._kill()
+            self._ended.wait(_KILL_SECONDS)
+
+
+_KILL_SECONDS = 2.0

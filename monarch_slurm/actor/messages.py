@@ -1,0 +1,88 @@
+"""What goes between the runtimes of a job, as plain values: only arguments and results are ever pickled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from monarch_slurm.actor.context import CreatorInstance, Instance
+from monarch_slurm.actor.layout import ActorRef, ProcLayout
+from monarch_slurm.actor.shape import Extent, Point, Shape, Slice
+from monarch_slurm.wire import Address, Message
+
+PortAddress = tuple[str, str, int]
+"""Host, proc and number of a port."""
+
+PLAIN_METHOD, EXPLICIT_PORT = 1, 2
+"""Flags of a call through `as_endpoint`: the method has no decorator; it takes a response port."""
+
+
+class Call:
+    """One message to an actor: which method, for which slice, and where the answer goes."""
+
+    __slots__ = ("body", "method", "plain", "port", "src", "view")
+
+    def __init__(self, message: Message) -> None:
+        fields = message.fields
+        self.method: str = fields["method"]
+        port = fields["port"]
+        self.port: PortAddress | None = tuple(port) if port else None
+        self.view: tuple[list[str], int, list[int], list[int]] = fields["view"]
+        self.plain: int = fields["plain"]
+        self.src = message.src
+        self.body = message.body
+
+    def place(self, base_rank: int) -> Point:
+        """Return the place of the actor in the slice that this was sent to."""
+        labels, offset, sizes, strides = self.view
+        rank = Slice(offset=offset, sizes=sizes, strides=strides).index(base_rank)
+        return Point(rank, Extent(labels, sizes))
+
+
+@dataclass(frozen=True)
+class ActorDown:
+    """An actor's end, as its process tells it.
+
+    Attributes:
+        mesh: id of the actor mesh; ``base_rank`` is the rank of its proc, or -1 if the process never had such an actor.
+        event: what happened, for people.
+        traceback: of the Python exception that ended it, if one did.
+        failed: it did not just stop.
+        host: name of its host; ``pid`` is its process id there.
+    """
+
+    mesh: str
+    base_rank: int
+    event: str
+    traceback: str | None
+    failed: bool
+    host: str
+    pid: int
+
+
+def ref_to_fields(ref: ActorRef) -> list[Any]:
+    """Return ``ref`` as plain values."""
+    ndslice = ref.shape.ndslice
+    layout = [ref.layout.mesh, list(ref.layout.hosts), ref.layout.per_host]
+    shape = [ref.shape.labels, ndslice.offset, ndslice.sizes, ndslice.strides]
+    return [ref.mesh, ref.name, layout, shape, ref.display, ref.class_name]
+
+
+def ref_from_fields(fields: list[Any]) -> ActorRef:
+    """Return what `ref_to_fields` was given."""
+    mesh, name, (proc_mesh, hosts, per_host), (labels, offset, sizes, strides), display, class_name = fields
+    layout = ProcLayout(proc_mesh, tuple(hosts), per_host)
+    shape = Shape(labels, Slice(offset=offset, sizes=sizes, strides=strides))
+    return ActorRef(mesh, name, layout, shape, display, class_name)
+
+
+def creator_to_fields(owner: Instance) -> list[Any]:
+    """Return what a spawned actor gets to know of the one that spawned it, as plain values."""
+    rank = owner.rank
+    return [owner.name, owner.class_name, rank.rank, rank.extent.labels, rank.extent.sizes, owner.display]
+
+
+def creator_from_fields(fields: list[Any], address: Address) -> CreatorInstance:
+    """Return what `creator_to_fields` was given, by the process ``address``."""
+    name, class_name, rank, labels, sizes, display = fields
+    return CreatorInstance(name, class_name, Point(rank, Extent(labels, sizes)), display, address)

@@ -1,0 +1,87 @@
+"""Actors whose endpoints are plain functions: a thread without an event loop."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import queue
+from typing import Any
+
+from monarch_slurm.actor.cell import Cell, EndActor, Stop
+from monarch_slurm.actor.context import Context, set_context
+from monarch_slurm.actor.errors import MeshFailure
+from monarch_slurm.actor.messages import Call
+from monarch_slurm.config import settings
+
+logger = logging.getLogger(__name__)
+
+
+class SyncCell(Cell):
+    """One such actor."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._inbox: queue.SimpleQueue[Call | Stop | None] = queue.SimpleQueue()
+
+    def _enqueue(self, item: Call | Stop | None) -> None:
+        self._inbox.put(item)
+
+    def _main(self) -> None:
+        try:
+            self._construct()
+            stop = self._serve()
+            self._release(stop.reason, stop.timeout)
+            self._cleanup(None)
+        except EndActor as end:
+            self._release(end.event, settings().process_exit_timeout)
+            try:
+                self._cleanup(end.cause or RuntimeError(end.event))
+            except EndActor as again:
+                logger.error("%s", again.event)  # noqa: TRY400 - the event has the traceback already
+            self._finish(end.event, end.traceback, failed=True)
+        else:
+            self._finish(self._stopped_event(stop.reason), None, failed=False)
+
+    def _serve(self) -> Stop:
+        while True:
+            item = self._inbox.get()
+            while self._control:
+                self._control.popleft()()
+            if isinstance(item, Stop):
+                return item
+            if item is not None:
+                self._handle(item)
+
+    def _supervise(self, failure: MeshFailure) -> None:
+        try:
+            handled = self._ask_handler(failure)
+        except BaseException as error:
+            raise self._handling_failed(error, failure) from error
+        if not handled:
+            raise self._unhandled(failure)
+
+    def _handle(self, call: Call) -> None:
+        set_context(Context(self.instance, call.place(self.base_rank)))
+        try:
+            method, args, kwargs = self._prepare(call)
+            if inspect.iscoroutinefunction(method):
+                raise TypeError(  # noqa: TRY301 - judged like what the method itself raises
+                    f"{call.method} is async, and this actor has no event loop: its endpoints are not async"
+                )
+            result = method(*args, **kwargs)
+        except BaseException as error:
+            self._judge(call, error)
+        else:
+            self._answer(call, result)
+
+    def _cleanup(self, error: BaseException | None) -> None:
+        handler = self._cleanup_handler()
+        if handler is None or self.object is None:
+            return
+        watch = self._watch_cleanup()
+        try:
+            handler(error)
+        except BaseException as raised:
+            raise self._failure(raised, "__cleanup__ failed: ") from raised
+        finally:
+            watch.cancel()

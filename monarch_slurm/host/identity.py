@@ -1,0 +1,39 @@
+"""Who a host is: an id that no agent had before, and the IP address that others reach it by."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from monarch_slurm.errors import MonarchSlurmError
+
+ADDRESS_VARIABLE = "MONARCH_SLURM_ADDRESS"
+"""Procs find the IP address of their host in this environment variable."""
+
+
+class NoControllerError(MonarchSlurmError):
+    """No controller has published itself in the job folder, or it cannot be reached."""
+
+
+def new_host_id(name: str) -> str:
+    """Return an id for the host ``name`` that no agent had before."""
+    return f"{name}#{os.urandom(4).hex()}"
+
+
+def address_towards(endpoint: str) -> str:
+    """Return the IP address of this machine from which ``tcp://host:port`` is reached. Sends nothing.
+
+    Raises:
+        NoControllerError: there is no route.
+    """
+    ip, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    family = socket.AF_INET6 if "[" in ip else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((ip.strip("[]"), int(port)))
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise NoControllerError(
+            f"there is no way from this host to the controller at {endpoint}: {error.strerror}; have the controller "
+            "publish an address of a network that this host is on"
+        ) from None

@@ -1,0 +1,159 @@
+"""The agent's side of its zygote: starting it, asking it for procs, noticing that it is no more."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from monarch_slurm.config import settings
+from monarch_slurm.host.proc import ENTRY_MODULE, PACKET_BYTES, ProcSpec, pack_request
+from monarch_slurm.wire import Loop, unpack
+
+logger = logging.getLogger(__name__)
+
+_BUSY_SECONDS = 0.005
+
+
+class ZygoteLink:
+    """One zygote process, from its start to its end.
+
+    Args:
+        preload: what it imports, see `monarch_slurm.host.zygote.preload`.
+        pipes: makes the pipes for a proc's stdout and stderr, and returns their write ends; asked once per proc.
+        on_born: called with the name and the pid of each proc that was forked.
+        on_ended: called once with this link and the reason when the zygote has ended, and forks nothing any more.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        preload: str,
+        pipes: Callable[[ProcSpec], list[int]],
+        on_born: Callable[[str, int], None],
+        on_ended: Callable[[ZygoteLink, str], None],
+    ) -> None:
+        self._loop = loop
+        self._pipes = pipes
+        self._on_born = on_born
+        self._on_ended = on_ended
+        self.preload = preload
+        self.ready = False
+        self.waiting: list[ProcSpec] = []
+        """Procs that are asked for once the zygote is ready."""
+        self._outbox: deque[tuple[ProcSpec, bool]] = deque()
+        self._ends: list[int] = []
+        self.asked: set[str] = set()
+        """Names of procs that it was asked for and that have no pid yet."""
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "monarch_slurm.host.zygote", str(theirs.fileno()), str(os.getpid())]
+        modules = ",".join(filter(None, [ENTRY_MODULE, preload]))
+        # One thread per numeric library: a fork of a process with running pool threads is broken.
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self._process = subprocess.Popen(
+            [*command, modules], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
+        )
+        theirs.close()
+        self._socket.setblocking(False)
+        loop.add_reader(self._socket.fileno(), self._read)
+        self._patience = loop.call_later(settings().preload_timeout, self._give_up)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def ask(self, specs: list[ProcSpec]) -> None:
+        """Have procs forked, as soon as the zygote is ready; each is told by ``on_born``. One call, one round of forks."""
+        if not self.ready:
+            self.waiting += specs
+            return
+        self.asked.update(spec.proc for spec in specs)
+        self._outbox += [(spec, spec is specs[-1]) for spec in specs]
+        self._send()
+
+    def _send(self) -> None:
+        while self._outbox:
+            spec, last = self._outbox[0]
+            if not self._ends:
+                self._ends = self._pipes(spec)
+            try:
+                socket.send_fds(self._socket, [pack_request(spec, last)], self._ends)
+            except BlockingIOError:  # it is busy forking
+                self._loop.call_later(_BUSY_SECONDS, self._send)
+                return
+            except OSError as error:  # it is gone; _read is told so, and gives these procs up
+                logger.warning("cannot ask the zygote for procs: %s", error)
+                self._outbox.clear()
+            else:
+                self._outbox.popleft()
+            self._close_ends()
+
+    def _close_ends(self) -> None:
+        for end in self._ends:
+            os.close(end)
+        self._ends = []
+
+    def retire(self) -> None:
+        """Let it answer what it was asked, and then leave."""
+        self._patience.cancel()
+        self._socket.shutdown(socket.SHUT_WR)
+
+    def kill(self) -> None:
+        """End it now, and wait until it is gone."""
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                packet = self._socket.recv(PACKET_BYTES)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                packet = b""
+            if not packet:
+                self._ended()
+                return
+            answer = unpack(packet)
+            if "ready" in answer:
+                self._is_ready(answer)
+            else:
+                self.asked.discard(answer["proc"])
+                self._on_born(answer["proc"], answer["pid"])
+
+    def _is_ready(self, answer: dict[str, Any]) -> None:
+        self.ready = True
+        self._patience.cancel()
+        for failure in answer["failures"]:
+            logger.warning("the zygote could not preload %s\nprocs will import it themselves", failure)
+        if answer["threads"] != 1:
+            logger.warning(
+                "preloading %r started threads (%s in all); forked procs lack them. "
+                "Leave out the module that starts them",
+                self.preload,
+                answer["threads"],
+            )
+        waiting, self.waiting = self.waiting, []
+        if waiting:
+            self.ask(waiting)
+
+    def _give_up(self) -> None:
+        if not self.ready:
+            logger.warning("the zygote has not been ready within %g s: ending it", settings().preload_timeout)
+            self._process.kill()
+
+    def _ended(self) -> None:
+        # End of file comes after the last midwife has closed its copy of the socket: nothing is born after this.
+        self._patience.cancel()
+        self._outbox.clear()
+        self._close_ends()
+        self._loop.remove_reader(self._socket.fileno())
+        self._socket.close()
+        status = self._process.wait()
+        self._on_ended(self, f"the zygote ended with status {status}")

@@ -1,0 +1,117 @@
+"""Private folders for Unix sockets, which are gone when their process is, or at the latest when the next one starts.
+
+A process holds a lock on its folder (flock(2)) for as long as it lives. A process that is killed cannot remove its
+folder; the next process of the same user that makes one finds it unlocked, and removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from monarch_slurm.config import settings
+from monarch_slurm.errors import MonarchSlurmError
+
+MAX_SOCKET_PATH = 107
+"""Bytes of a Unix socket's path (``sun_path`` of unix(7), less the closing zero)."""
+
+SOCKET_NAME = "agent.sock"
+
+_locks: dict[Path, int] = {}
+
+
+class SocketPathError(MonarchSlurmError):
+    """A folder for Unix sockets cannot be used."""
+
+
+def make_runtime_dir() -> Path:
+    """Make and return a private folder (mode 0700) for this process's Unix sockets.
+
+    Raises:
+        SocketPathError: it cannot be made there, or the paths of sockets in it would be too long.
+    """
+    configured = settings().runtime_dir
+    base = Path(configured or os.environ.get("XDG_RUNTIME_DIR") or "/tmp")  # noqa: S108 - mkdtemp makes the name
+    if not configured and not os.access(base, os.W_OK | os.X_OK):
+        base = Path("/tmp")  # noqa: S108
+    prefix = f"ms-{os.getuid()}-"
+    try:
+        folder = _make_locked(base, prefix)
+    except OSError as error:
+        raise SocketPathError(
+            f"cannot make a folder for sockets in {base}: {error.strerror}; set MONARCH_SLURM_RUNTIME_DIR to a short, "
+            "writable local folder"
+        ) from None
+    try:
+        check_socket_path(folder / SOCKET_NAME)
+    except SocketPathError:
+        remove_runtime_dir(folder)
+        raise
+    _sweep(base, prefix)
+    return folder
+
+
+def remove_runtime_dir(folder: Path) -> None:
+    """Remove a folder that `make_runtime_dir` made."""
+    shutil.rmtree(folder, ignore_errors=True)
+    lock = _locks.pop(folder, None)
+    if lock is not None:
+        os.close(lock)
+
+
+def check_socket_path(path: Path) -> str:
+    """Return the ``ipc://`` address of ``path``.
+
+    Raises:
+        SocketPathError: the path is too long for a Unix socket.
+    """
+    length = len(os.fsencode(path))
+    if length > MAX_SOCKET_PATH:
+        raise SocketPathError(
+            f"the socket path {path} has {length} bytes, and Unix sockets allow {MAX_SOCKET_PATH}; set "
+            "MONARCH_SLURM_RUNTIME_DIR to a short folder such as /tmp"
+        )
+    return f"ipc://{path}"
+
+
+def check_private(folder: Path) -> None:
+    """Make sure that ``folder`` is a real folder of ours that nobody else can enter.
+
+    Raises:
+        SocketPathError: it is not.
+    """
+    info = os.lstat(folder)
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
+        raise SocketPathError(f"{folder} is not a private folder of yours (mode 0700); refusing to use sockets in it")
+
+
+def _make_locked(base: Path, prefix: str) -> Path:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Between the two calls another process may have swept the folder away: it is ours only if it is still there.
+        if folder.exists():
+            _locks[folder] = lock
+            return folder
+        os.close(lock)
+
+
+def _sweep(base: Path, prefix: str) -> None:
+    """Remove folders whose process is gone."""
+    for folder in base.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # it went away meanwhile, is locked, or is not ours: not ours to remove
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                check_private(folder)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            except SocketPathError:
+                continue
+            finally:
+                os.close(lock)
