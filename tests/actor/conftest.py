@@ -1,0 +1,87 @@
+"""The client that the tests of this folder share, and a fault hook that records instead of ending the program."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support import DEADLINE, Program
+
+import monarch_slurm.actor as public
+from monarch_slurm.actor import MeshFailure, ProcMesh, context, this_host
+
+
+class Faults:
+    """The failures that reached the root."""
+
+    def __init__(self) -> None:
+        self.failures: list[MeshFailure] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, failure: MeshFailure) -> None:
+        with self._changed:
+            self.failures.append(failure)
+            self._changed.notify_all()
+
+    def wait(self, count: int = 1) -> list[MeshFailure]:
+        with self._changed:
+            came = self._changed.wait_for(lambda: len(self.failures) >= count, DEADLINE)
+        assert came, f"{len(self.failures)} of {count} failures came: {self.failures}"
+        return list(self.failures)
+
+
+@pytest.fixture(autouse=True)
+def _root_faults(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    recorder = Faults()
+    monkeypatch.setattr(public, "unhandled_fault_hook", recorder)
+    yield recorder
+    if "faults" not in request.fixturenames:
+        assert not recorder.failures
+
+
+@pytest.fixture
+def faults(_root_faults: Faults) -> Faults:
+    return _root_faults
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., ProcMesh]]:
+    """Spawns procs that are stopped after the test."""
+    meshes: list[ProcMesh] = []
+
+    def spawn_procs(**kwargs: object) -> ProcMesh:
+        mesh = this_host().spawn_procs(**kwargs)  # type: ignore[arg-type]
+        meshes.append(mesh)
+        return mesh
+
+    yield spawn_procs
+    for mesh in reversed(meshes):
+        mesh.stop().get(DEADLINE)
+    owned = context().actor_instance.runtime.owned
+    assert not owned.procs
+
+
+@pytest.fixture(scope="module")
+def grid() -> Iterator[ProcMesh]:
+    """Four procs, x by y, for all tests of a module."""
+    mesh = this_host().spawn_procs({"x": 2, "y": 2}, name="grid")
+    yield mesh
+    mesh.stop().get(DEADLINE)
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Callable[..., Program]]:
+    """Starts programs that are killed after the test, should they still run."""
+    started: list[Program] = []
+
+    def start(text: str, **kwargs: dict[str, str]) -> Program:
+        folder = tmp_path / f"program{len(started)}"
+        folder.mkdir()
+        started.append(Program(folder, text, **kwargs))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.close()
