@@ -58,7 +58,7 @@ _FAREWELL_MS = 500
 
 @dataclass
 class _Waiting:
-    """Messages for a proc that has not reported yet."""
+    """Messages for a proc that has not reported yet, or that is ending."""
 
     messages: list[Message] = field(default_factory=list)
     first: Message | None = None
@@ -109,7 +109,7 @@ class Agent:
         bind_ipc(router, self._socket_path)
         self._down = Link(self._loop, router, self._from_proc, self._proc_fault)
         log_dir = Path(settings().log_dir) if settings().log_dir else None
-        self._procs = ProcTable(self._loop, output, log_dir, self._down.connected, self._proc_ended)
+        self._procs = ProcTable(self._loop, output, log_dir, self._may_still_speak, self._proc_ended)
         dealer = make_dealer(self._context, self.host)
         connect_tcp(dealer, invitation)
         self._up = Link(self._loop, dealer, lambda _, message: self._from_controller(message), self._controller_fault)
@@ -265,7 +265,10 @@ class Agent:
         try:
             self._down.send(message, name)
         except UnknownPeerError:
-            self._undeliverable(name, message)
+            if name in self._procs:
+                self._waiting[name] = _Waiting([message])  # it is ending; how, is known in a moment
+            else:
+                self._undeliverable(name, message)
 
     def _undeliverable(self, name: str, message: Message, exit_text: str = _NOT_THERE) -> None:
         if message.kind in ("proc_down", "host_down"):
@@ -307,6 +310,12 @@ class Agent:
                 )
             )  # fmt: skip
         self._procs.spawn(specs)
+
+    def _may_still_speak(self, name: str) -> bool:
+        if self._down.connected(name):
+            return True
+        self._down.read()  # the last that it sent
+        return False
 
     def _proc_reported(self, name: str) -> None:
         waiting = self._waiting.pop(name, None)

@@ -78,6 +78,9 @@ class ProcTable:
     def __len__(self) -> int:
         return len(self._procs)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._procs
+
     def names(self, mesh: str | None = None) -> list[str]:
         """Return the names of the procs that are there, of one mesh or of all."""
         return [name for name, proc in self._procs.items() if mesh is None or proc.spec.mesh == mesh]

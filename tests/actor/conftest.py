@@ -60,7 +60,7 @@ def spawn() -> Iterator[Callable[..., ProcMesh]]:
     for mesh in reversed(meshes):
         mesh.stop().get(DEADLINE)
     owned = context().actor_instance.runtime.owned
-    assert not owned.procs
+    assert not {mesh._layout.mesh for mesh in meshes} & set(owned.procs)
 
 
 @pytest.fixture(scope="module")

@@ -232,9 +232,9 @@ class Parent(Actor):
         self.changed = threading.Condition()
 
     @endpoint
-    def start(self, count: int = 1, kind: type[Actor] = Log) -> list[int]:
+    def start(self, count: int = 1, kind: type[Actor] = Log, *args: Any) -> list[int]:
         self.procs = this_host().spawn_procs({"n": count}, name="inner")
-        self.children: Any = self.procs.spawn("child", kind)
+        self.children: Any = self.procs.spawn("child", kind, *args)
         return self.children.pid.call().get().values()
 
     @endpoint
@@ -379,6 +379,12 @@ class Dier(Actor):
         raise AssertionError(how)
 
     @endpoint
+    def send_and_die(self, port: Port[int], count: int) -> None:
+        for number in range(count):
+            port.send(number)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @endpoint
     def hold_gil(self) -> None:
         import ctypes
 
@@ -398,9 +404,11 @@ class Dier(Actor):
         sleep = ["sleep", "1000"]
         same = subprocess.Popen(sleep).pid
         own = subprocess.Popen(sleep, start_new_session=True).pid
-        script = "import subprocess; print(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)"
-        # Its output is closed, so that nobody waits for the sleeper to close it.
-        code = f"{script.replace('start_new', 'stdout=subprocess.DEVNULL, start_new')}"
+        # The orphan's output goes nowhere, or its parent's output would never end.
+        code = (
+            "from subprocess import *;"
+            "print(Popen(['sleep', '1000'], stdout=DEVNULL, stderr=DEVNULL, start_new_session=True).pid)"
+        )
         orphan = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
         return [same, own, orphan]
 

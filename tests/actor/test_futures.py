@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import threading
+from typing import Any
+
+import pytest
+from sample_actors import Log
+from support import DEADLINE
+
+from monarch_slurm.actor import ActorError, Channel, Future, ProcMesh
+
+
+@pytest.fixture(scope="module")
+def one(grid: ProcMesh) -> Any:
+    return grid.slice(x=0, y=0).spawn("log", Log)
+
+
+def test_a_future_cannot_be_made_or_sent(one: Any) -> None:
+    with pytest.raises(TypeError, match="cannot be constructed"):
+        Future()
+    with pytest.raises(TypeError, match="belongs to the process that made it"):
+        pickle.dumps(one.pid.call_one())
+
+
+def test_a_time_out_consumes_nothing() -> None:
+    port, receiver = Channel.open()
+    future = receiver.recv()
+    for _ in range(3):
+        with pytest.raises(TimeoutError) as caught:
+            future.get(timeout=0.01)
+        assert str(caught.value) == ""
+    assert isinstance(future.exception(0), TimeoutError)
+    assert repr(future) == "<Future pending>"
+    port.send("late")
+    assert future.get(DEADLINE) == "late"
+    assert future.get() == future.result() == "late"
+    assert future.exception() is None
+    assert repr(future) == "<Future done>"
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf")])
+def test_time_outs_that_make_no_sense(one: Any, timeout: float) -> None:
+    future = one.rank.call_one()
+    with pytest.raises(ValueError, match="invalid timeout"):
+        future.get(timeout)
+    assert future.get(DEADLINE) == 0
+
+
+def test_an_error_is_the_same_each_time(one: Any) -> None:
+    future = one.fail.call_one()
+    error = future.exception(DEADLINE)
+    assert isinstance(error, ActorError)
+    for _ in range(2):
+        with pytest.raises(ActorError) as caught:
+            future.get()
+        assert caught.value is error
+    assert repr(future) == "<Future failed>"
+
+
+def test_a_future_can_be_awaited_on_several_loops(one: Any) -> None:
+    future = one.add.call_one("x")
+
+    async def wait() -> object:
+        first = await future
+        second = await asyncio.wait_for(future.as_asyncio(), DEADLINE)
+        assert first == second
+        return first
+
+    assert [asyncio.run(wait()) for _ in range(3)] == ["x"] * 3
+    assert future.get() == "x"
+
+
+def test_cancelling_one_who_waits_cancels_nothing_else() -> None:
+    port, receiver = Channel.open()
+    future = receiver.recv()
+
+    async def wait() -> object:
+        patient = asyncio.ensure_future(_await(future))
+        hasty = future.as_asyncio()
+        hasty.cancel()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(_await(future), 0.01)
+        port.send("for the patient one")
+        return await patient
+
+    assert asyncio.run(wait()) == "for the patient one"
+
+
+async def _await(future: Future[Any]) -> Any:
+    return await future
+
+
+def test_await_needs_a_loop(one: Any) -> None:
+    future = one.rank.call_one()
+    with pytest.raises(ValueError, match="__await__ with no active event loop"):
+        future.__await__().send(None)
+    with pytest.raises(RuntimeError, match="requires a running asyncio event loop"):
+        future.as_asyncio()
+    assert future.get(DEADLINE) == 0
+
+
+def test_get_inside_a_loop_warns_and_works(one: Any) -> None:
+    async def block() -> object:
+        return one.sleep.call_one(0.01).get(DEADLINE)
+
+    with pytest.warns(UserWarning, match="called from within an active event loop"):
+        assert asyncio.run(block()) is None
+
+
+def test_gather(one: Any) -> None:
+    async def several() -> list[object]:
+        return await asyncio.gather(*(one.add.call_one(number) for number in range(10)))
+
+    assert asyncio.run(several()) == list(range(10))
+
+
+def test_a_stop_iteration_as_the_result_of_a_channel() -> None:
+    port, receiver = Channel.open()
+    port.exception(StopIteration(1))  # type: ignore[arg-type]
+    future = receiver.recv()
+
+    async def wait() -> None:
+        await future.as_asyncio()
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        asyncio.run(wait())
+
+
+def test_many_threads_wait_for_one_future() -> None:
+    port, receiver = Channel.open()
+    future = receiver.recv()
+    got: list[object] = []
+    threads = [threading.Thread(target=lambda: got.append(future.get(DEADLINE))) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    port.send([1])
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert got == [[1]] * 20
+    assert all(value is got[0] for value in got)
+
+
+def test_a_waiter_that_timed_out_leaves_nothing_behind() -> None:
+    _, receiver = Channel.open()
+    future = receiver.recv()
+    for _ in range(100):
+        assert isinstance(future.exception(0), TimeoutError)
+    assert not future._waiters
+
+
+# ---- channels
+
+
+def test_a_channel_keeps_order() -> None:
+    port, receiver = Channel[int].open()
+    for number in range(1000):
+        port.send(number)
+    assert [receiver.recv().get(DEADLINE) for _ in range(1000)] == list(range(1000))
+
+
+def test_an_exception_through_a_channel_is_raised_as_it_is() -> None:
+    port, receiver = Channel.open()
+    port.exception(ValueError("as it is"))
+    with pytest.raises(ValueError, match="^as it is$"):
+        receiver.recv().get(DEADLINE)
+
+
+def test_a_once_port_takes_one_value() -> None:
+    port, receiver = Channel.open(once=True)
+    port.send(1)
+    with pytest.raises(RuntimeError, match="OncePortRef already used"):
+        port.send(2)
+    assert receiver.recv().get(DEADLINE) == 1
+
+
+def test_ports_can_be_sent_and_receivers_cannot(one: Any) -> None:
+    port, receiver = Channel.open()
+    one.add_through.call_one(port, "through").get(DEADLINE)
+    assert receiver.recv().get(DEADLINE) == "through"
+    with pytest.raises(TypeError, match="belongs to the process that opened it"):
+        pickle.dumps(receiver)
+
+
+def test_a_value_without_a_rank() -> None:
+    port, receiver = Channel.open()
+    port.send(1)
+    with pytest.raises(ValueError, match="has no rank"):
+        receiver.ranked().recv().get(DEADLINE)
+
+
+def test_a_future_that_was_given_up_swallows_no_value() -> None:
+    port, receiver = Channel.open()
+    for _ in range(3):
+        assert isinstance(receiver.recv().exception(0), TimeoutError)
+
+    async def give_up() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(_await(receiver.recv()), 0.01)
+
+    asyncio.run(give_up())
+    gc.collect()
+    port.send("for whoever asks next")
+    assert receiver.recv().get(DEADLINE) == "for whoever asks next"
+
+
+def test_a_future_that_is_awaited_gets_its_value_though_nobody_else_holds_it() -> None:
+    port, receiver = Channel.open()
+
+    async def wait() -> object:
+        waiting = asyncio.ensure_future(_await(receiver.recv()))
+        local = receiver.recv().as_asyncio()
+        await asyncio.sleep(0)
+        gc.collect()
+        port.send("first")
+        port.send("second")
+        return await waiting, await local
+
+    assert asyncio.run(wait()) == ("first", "second")
+
+
+def test_a_closed_channel_takes_nothing() -> None:
+    port, receiver = Channel.open()
+    receiver.close()
+    port.send(1)
+    assert isinstance(receiver.recv().exception(0.05), TimeoutError)
