@@ -10,7 +10,7 @@ import json
 import os
 import stat
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import zmq
@@ -29,9 +29,9 @@ class JobKeys:
     """CURVE keys of one job, Z85 text: the controller's pair and the pair that all its agents share."""
 
     server_public: str
-    server_secret: str
+    server_secret: str = field(repr=False)
     agent_public: str
-    agent_secret: str
+    agent_secret: str = field(repr=False)
 
     @staticmethod
     def make() -> JobKeys:
@@ -48,7 +48,7 @@ class Invitation:
     address: str
     server_public: str
     agent_public: str
-    agent_secret: str
+    agent_secret: str = field(repr=False)
     controller_host: str = ""
     controller_pid: int = 0
 
