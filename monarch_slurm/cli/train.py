@@ -41,6 +41,13 @@ def _seconds(context: click.Context, parameter: click.Parameter, value: float | 
 @click.option("--step-deadline", type=float, callback=_seconds, default=_DEFAULTS.step_deadline, show_default=True)
 @click.option("--sync-deadline", type=float, callback=_seconds, default=_DEFAULTS.sync_deadline, show_default=True)
 @click.option("--max-restarts", type=click.IntRange(0), default=8, show_default=True, help="Of a replica's procs, in the window.")
+@click.option(
+    "--max-host-restarts",
+    type=click.IntRange(0),
+    default=2,
+    show_default=True,
+    help="Of a replica with new zygotes on its hosts, in half an hour; then the replica is given up.",
+)
 @click.option("--restart-window", type=float, callback=_seconds, default=300.0, show_default=True, help="Seconds.")
 @click.option(
     "--reference",
@@ -75,6 +82,7 @@ def train(where: str | None, nodes: int | None, in_job: bool, **options: Any) ->
         fail_every=options["fail_every"],
         failures=parse_kinds(options["failures"]),
         max_restarts=options["max_restarts"],
+        max_host_restarts=options["max_host_restarts"],
         restart_window=options["restart_window"],
         reference=options["reference"],
     )

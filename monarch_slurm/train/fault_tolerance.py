@@ -90,8 +90,29 @@ def start_lighthouse(bind_address: str, config: TrainConfig) -> tuple[Lighthouse
     return server, f"http://{host}:{server.address().rsplit(':', 1)[1]}"
 
 
+class _Work:
+    """A collective under way, which can be let go of although TorchFT still refers to it."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def wait(self) -> Any:
+        # The inner work never becomes a local name: the traceback of a failure is kept, and its frames with it.
+        if self.inner is None:
+            raise ConnectionError("this replica left the group after a failure")
+        return self.inner.wait()
+
+    def get_future(self) -> Any:
+        return self.inner.get_future()
+
+
 class ReplicaGroup(ProcessGroupGloo):  # type: ignore[misc]  # torchft has no types
     """Gloo between replicas, on one given address rather than on an interface chosen by name or by host name.
+
+    When a member dies, only those that exchange data with it directly notice: in a ring, its two neighbours. The others
+    wait for the neighbours, who have given up, until the collective times out. So whoever notices has to `hang_up`,
+    which lets the failure run round the ring in milliseconds. Gloo has no call for that; it closes its sockets when
+    the last reference to any of its collectives is gone, hence `_Work`.
 
     Attributes:
         quorum_id: number of the quorum that the group was last made for; -1 before the first.
@@ -100,12 +121,27 @@ class ReplicaGroup(ProcessGroupGloo):  # type: ignore[misc]  # torchft has no ty
     def __init__(self, address: str, timeout: float) -> None:
         super().__init__(timeout=timedelta(seconds=timeout))
         self._address = address
+        self._works: list[_Work] = []
         self.quorum_id = -1
 
     def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *more: Any, **named: Any) -> None:
         """Connect to the members of a new quorum."""
+        self.hang_up()
         self.quorum_id = named["quorum_id"] if "quorum_id" in named else more[0]
         super().configure(store_addr, replica_id, rank, world_size, *more, **named)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Begin to reduce over the members; `hang_up` cancels it."""
+        self._works = [work for work in self._works if not work.inner.is_completed()]
+        self._works.append(_Work(super().allreduce(tensors, opts)))
+        return self._works[-1]
+
+    def hang_up(self) -> None:
+        """Close the sockets to all members: collectives that they wait in with this replica fail at once."""
+        for work in self._works:
+            work.inner = None
+        self._works.clear()
+        self.abort()
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> ProcessGroup:
         options = GlooBackend._Options()  # type: ignore[attr-defined]
@@ -248,7 +284,7 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         self.transport.sent.clear()
         if self.errored() is not None:
             # This sync is lost. The peers must not wait for this replica in their collectives until those time out.
-            self.group.abort()
+            self.group.hang_up()
             return
         if self.current_step() < self._place.committed_step:
             raise StateLostError(
@@ -270,6 +306,8 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """Decide with the ranks of this replica whether the sync counts."""
+        if self.errored() is not None:
+            self.group.hang_up()
         committed = bool(super().should_commit(timeout))
         seconds = time.time() - self._sync_began
         self._last_sync = Sync(committed, self.num_participants(), self._healed, seconds)
@@ -301,7 +339,7 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
 
     def close(self) -> None:
         """Leave the run: peers see broken sockets at once, the Lighthouse the end of the heartbeats."""
-        self.group.abort()
+        self.group.hang_up()
         self.shutdown(wait=False)
 
 

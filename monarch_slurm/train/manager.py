@@ -15,7 +15,7 @@ from typing import Any
 
 import monarch_slurm.actor as public
 from monarch_slurm._version import __version__
-from monarch_slurm.actor import Channel, HostMesh, MeshFailure, PortReceiver, this_host
+from monarch_slurm.actor import Channel, Future, HostMesh, MeshFailure, PortReceiver, this_host
 from monarch_slurm.controller import Journal
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
 from monarch_slurm.train.config import TrainConfig
@@ -24,8 +24,8 @@ from monarch_slurm.train.injection import Injection
 from monarch_slurm.train.supervisor import TRAINER_ENV, ReplicaActor, RestartPolicy
 from monarch_slurm.train.trainer import LighthouseActor
 
-LIGHTHOUSE_TIMEOUT = 120.0
-"""Seconds for the Lighthouse to start, imports included."""
+START_TIMEOUT = 120.0
+"""Seconds for the Lighthouse and the supervisors to start, imports included."""
 
 _TICK = 0.25
 """Seconds between two looks at the schedule while nothing happens."""
@@ -80,6 +80,7 @@ class Run:
         self._began: float | None = None
         self._first_finished: float | None = None
         self._failures = 0
+        self._enough = ""
         self._supervisors: Any = None
 
     def run(self) -> list[Event]:
@@ -95,7 +96,7 @@ class Run:
         try:
             receiver = self._start(meshes)
             self._follow(receiver)
-            ok, reason = True, "all tokens trained"
+            ok, reason = True, self._enough or "all tokens trained"
         except MonarchSlurmError as error:
             reason = str(error)
             raise
@@ -109,6 +110,10 @@ class Run:
             self._journal.close()
         return self.events
 
+    def stop(self, reason: str) -> None:
+        """End the run before its tokens are trained, as a success; for benchmarks. From `watch` or another thread."""
+        self._enough = reason
+
     def _start(self, meshes: list[Any]) -> PortReceiver[Event]:
         config = self._config
         home = this_host() if self._hosts is None else self._hosts.flatten("hosts").slice(hosts=0)
@@ -117,15 +122,15 @@ class Run:
         supervisor_procs = home.spawn_procs({"replicas": config.replicas}, name="replica")
         meshes += [lighthouse_procs, supervisor_procs]
         lighthouse = lighthouse_procs.spawn("lighthouse", LighthouseActor, config)
-        url = lighthouse.start.call_one().get(LIGHTHOUSE_TIMEOUT)
-        versions = lighthouse.versions.call_one().get(LIGHTHOUSE_TIMEOUT)
+        url = _started(lighthouse.start.call_one(), "the Lighthouse", home)
+        versions = _started(lighthouse.versions.call_one(), "the Lighthouse", home)
         names = sorted({name for share in shares for name in share.host_names})
         versions["monarch_slurm"] = __version__
         self._take(event("run_started", run=self._journal.path.parent.name, config=config.to_dict(), hosts=names, versions=versions))
         self._take(event("lighthouse", address=url))
         port, receiver = Channel.open()
         self._supervisors = supervisor_procs.spawn("replica", ReplicaActor, config, shares, url, self._policy, port)
-        self._supervisors.start.call().get(LIGHTHOUSE_TIMEOUT)
+        _started(self._supervisors.start.call(), "the supervisors of the replicas", home)
         return receiver
 
     def _follow(self, receiver: PortReceiver[Event]) -> None:
@@ -176,6 +181,8 @@ class Run:
                 )
 
     def _over(self) -> bool:
+        if self._enough:
+            return True
         if self._first_finished is None:
             return False
         ranks = self._config.procs_per_replica
@@ -216,6 +223,16 @@ class Run:
         if len(training) <= self._config.min_replicas:
             return None  # one less would stop the run, which is not what is to be shown
         return min(training, key=lambda i: (i - replica) % count)
+
+
+def _started(future: Future[Any], what: str, home: HostMesh) -> Any:
+    try:
+        return future.get(START_TIMEOUT)
+    except TimeoutError:
+        where = home.host_names[0]
+        raise RunFailedError(
+            f"{what} did not start on host {where} within {START_TIMEOUT:g} s; look at the logs in the run's folder"
+        ) from None
 
 
 def share_hosts(hosts: HostMesh, config: TrainConfig) -> list[HostMesh]:

@@ -32,6 +32,9 @@ PRELOAD = "torch,torchft,monarch_slurm.train.trainer,monarch_slurm.train.engine:
 
 REFERENCE_FOLDER = "reference"
 
+HOST_RESTART_WINDOW = 1800.0
+"""Seconds within which ``max_host_restarts`` counts."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -42,7 +45,8 @@ class Plan:
         out: folder in which the run's folder is made.
         fail_every: seconds between injected failures; None injects none.
         failures: kinds of failures, in turn.
-        max_restarts: of one replica's procs within ``restart_window`` seconds, before the failure escalates.
+        max_restarts: of one replica's procs within ``restart_window`` seconds, before the failure escalates to its hosts.
+        max_host_restarts: of a replica with new zygotes on its hosts, before the replica is given up.
         reference: ``"auto"``, ``"none"``, or the path of the report of a failure-free run.
     """
 
@@ -51,12 +55,16 @@ class Plan:
     fail_every: float | None = None
     failures: tuple[str, ...] = ("kill", "segfault", "exception", "hang")
     max_restarts: int = 8
+    max_host_restarts: int = 2
     restart_window: float = 300.0
     reference: str = "auto"
 
     def policy(self) -> RestartPolicy:
         """Return the restart policy."""
-        return RestartPolicy(mesh=RestartLimit(self.max_restarts, self.restart_window))
+        return RestartPolicy(
+            mesh=RestartLimit(self.max_restarts, self.restart_window),
+            hosts=RestartLimit(self.max_host_restarts, HOST_RESTART_WINDOW),
+        )
 
 
 def train_here(plan: Plan, in_job: bool = False) -> Path:

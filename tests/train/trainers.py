@@ -11,8 +11,10 @@ import os
 import queue
 import select
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -40,6 +42,10 @@ class Trainer:
         """Kill the process as the kernel's OOM killer would."""
         os.kill(self.pid, signal.SIGKILL)
 
+    def held_at(self, step: int) -> bool:
+        """Whether it stands still in a step, see `Run.start`."""
+        return any(e["step"] == step for e in self.of("held"))
+
     def of(self, kind: str) -> list[Event]:
         """Return the events of a kind so far."""
         return [e for e in self.events if e["kind"] == kind]
@@ -54,7 +60,8 @@ class Zygote:
     """The process that trainers are forked from."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(p for p in sys.path if p)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -69,13 +76,11 @@ class Zygote:
         self._process.stdin.close()
         self._process.wait()
 
-    def fork(self, config: TrainConfig, place: Place, hold: tuple[int, Path] | None = None) -> Trainer:
-        """Fork a trainer. One with ``hold`` stops in the compute phase of that step until the file is there."""
+    def fork(self, config: TrainConfig, place: Place, **injected: Any) -> Trainer:
+        """Fork a trainer; see `Run.start` for what can be injected."""
         trainer = Trainer(len(self._trainers), place)
         self._trainers[trainer.number] = trainer
-        request = {"number": trainer.number, "config": config.to_dict(), "place": asdict(place)}
-        if hold is not None:
-            request["hold"] = [hold[0], str(hold[1])]
+        request = {"number": trainer.number, "config": config.to_dict(), "place": asdict(place), **injected}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -124,6 +129,8 @@ class Run:
         from monarch_slurm.train.fault_tolerance import start_lighthouse
 
         self.config, self._zygote = config, zygote
+        self._folder = tempfile.TemporaryDirectory()
+        self._gate = Path(self._folder.name) / "begin"
         self._trainers: list[Trainer] = []
         self.wait, self.wait_ended, self.wait_finished = zygote.wait, zygote.wait_ended, zygote.wait_finished
         self._lighthouse, self.url = start_lighthouse("127.0.0.1", config)
@@ -138,13 +145,35 @@ class Run:
                 trainer.kill()
         self.wait_ended(*self._trainers)
         self._lighthouse.shutdown()
+        self._folder.cleanup()
+
+    def begin(self) -> None:
+        """Let the first step begin when all trainers are ready: else the slow ones would miss the first quorum."""
+        self.wait(lambda: all(t.of("held") or t.status is not None for t in self._trainers), "all to be ready")
+        self._gate.touch()
 
     def start(
-        self, replica: int, rank: int = 0, generation: int = 0, hold: tuple[int, Path] | None = None, **fields: Any
+        self,
+        replica: int,
+        rank: int = 0,
+        generation: int = 0,
+        *,
+        hold: tuple[int, Path] | None = None,
+        fail: int | None = None,
+        deaf: int | None = None,
+        freeze: int | None = None,
+        **fields: Any,
     ) -> Trainer:
-        """Fork one trainer of the run."""
+        """Fork one trainer of the run; one of generation 0 does nothing before `begin`.
+
+        With ``hold`` it stops in the compute phase of that step until the file is there; in step ``fail`` it raises;
+        in step ``deaf`` its state server goes away; with its quorum number ``freeze`` it stops as by SIGSTOP.
+        """
         place = Place(replica, rank, self.config.procs_per_replica, generation, self.url, **fields)
-        trainer = self._zygote.fork(self.config, place, hold)
+        holds = {1: str(self._gate)} if generation == 0 else {}
+        if hold is not None:
+            holds[hold[0]] = str(hold[1])
+        trainer = self._zygote.fork(self.config, place, holds=holds, fail=fail, deaf=deaf, freeze=freeze)
         self._trainers.append(trainer)
         return trainer
 
@@ -163,16 +192,31 @@ def train(request: dict[str, Any]) -> int:
     def injected() -> None:
         nonlocal steps
         steps += 1
-        if "hold" in request and steps == request["hold"][0]:
-            while not Path(request["hold"][1]).exists():
+        if steps == request["fail"]:
+            raise ArithmeticError("injected\nin a test")
+        if steps == request["deaf"]:
+            server = engine._manager.transport._server
+            server.shutdown(socket.SHUT_RDWR)
+            server.close()
+        if str(steps) in request["holds"]:  # JSON has made the number a text
+            tell(number=request["number"], kind="held", step=steps)
+            while not Path(request["holds"][str(steps)]).exists():
                 time.sleep(0.005)
 
-    def emit(e: Event) -> None:
-        tell(number=request["number"], **e)
+    quorums = 0
 
+    def emit(e: Event) -> None:
+        nonlocal quorums
+        tell(number=request["number"], **e)
+        if e["kind"] == "quorum":
+            quorums += 1
+            if quorums == request["freeze"]:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+    engine = LlamaEngine(TrainConfig(**request["config"]), Place(**request["place"]), emit, injected)
     before = set(sys.modules)
     try:
-        LlamaEngine(TrainConfig(**request["config"]), Place(**request["place"]), emit, injected).run()
+        engine.run()
     except Exception:  # the engine has told it
         return 1
     finally:

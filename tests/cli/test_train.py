@@ -1,0 +1,76 @@
+"""Bad input to ``monarch-slurm train``: an error that can be acted on, the right exit code, no traceback, nothing left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from monarch_slurm.cli import main
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    monkeypatch.setattr("sys.argv", ["monarch-slurm", *arguments])
+    code = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["train"], 2, "--local"),
+        (["train", "--local", "--nodes", "2"], 2, "exclude"),
+        (["train", "--local", "--replicas", "1"], 2, "x>=2"),
+        (["train", "--local", "--replicas", "2", "--min-replicas", "3"], 1, "--min-replicas 3"),
+        (["train", "--local", "--fail-every", "0"], 2, "positive"),
+        (["train", "--local", "--fail-every", "nan"], 2, "positive"),
+        (["train", "--local", "--failures", "kill,explode"], 1, "explode"),
+        (["train", "--local", "--model", "huge"], 1, "tiny"),
+        (["train", "--local", "--data", "/no/such/text"], 1, "/no/such/text"),
+        (["train", "--local", "--reference", "/no/such/report.json"], 1, "/no/such/report.json"),
+        (["train", "--local", "--out", "/proc/runs"], 1, "/proc/runs"),
+        (["train", "--local", "--tokens", "many"], 2, "many"),
+        (["train", "--locale"], 2, "--local"),
+        (["tarin"], 2, "tarin"),
+    ],
+)
+def test_bad_input_is_told_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: list[str],
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    got, output = run(monkeypatch, capsys, *arguments)
+    assert got == code, output
+    assert words in output
+    assert "Traceback" not in output
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_slurm_on_the_path(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, output = run(monkeypatch, capsys, "train", "--nodes", "2")
+    assert code == 1
+    assert "sbatch" in output
+    assert "Traceback" not in output
+
+
+def test_help_and_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code, output = run(monkeypatch, capsys, "train", "--help")
+    assert code == 0
+    assert "--fail-every" in output
+    code, output = run(monkeypatch, capsys, "--version")
+    assert code == 0
+    assert "monarch-slurm" in output

@@ -1,0 +1,71 @@
+"""The Lighthouse, and what is done to TorchFT's manager; `test_engine` has the rest, in real runs."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+import pytest
+
+from monarch_slurm.errors import ConfigError
+from monarch_slurm.train import fault_tolerance
+from monarch_slurm.train.config import Place, TrainConfig
+from monarch_slurm.train.fault_tolerance import QuorumError, ReplicaManager, start_lighthouse
+from monarch_slurm.train.replica import open_replica
+
+CONFIG = TrainConfig(replicas=2)
+torchft_manager = fault_tolerance.torchft.manager  # torchft reads its log level when it is first imported
+
+
+def test_lighthouse_is_reached_by_address() -> None:
+    server, url = start_lighthouse("127.0.0.2", CONFIG)
+    assert url.startswith("http://127.0.0.2:")
+    from torchft.coordination import LighthouseClient
+
+    client = LighthouseClient(url, connect_timeout=timedelta(seconds=5))
+    client.heartbeat("somebody")
+    server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [("0.0.0.0", "one address"), ("192.0.2.1", "cannot listen on"), ("node-1", "not an IP address")],
+)
+def test_lighthouse_without_a_usable_address(address: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        start_lighthouse(address, CONFIG)
+
+
+def test_a_manager_leaves_torchft_as_it_was() -> None:
+    server, url = start_lighthouse("127.0.0.1", CONFIG)
+    original = torchft_manager.ManagerServer
+    place = Place(0, 0, 1, 0, url)
+    manager = ReplicaManager(CONFIG, place, open_replica(place, 5.0), lambda *_, **__: None, lambda: None)
+    assert torchft_manager.ManagerServer is original
+    manager.close()
+    server.shutdown()
+
+
+def test_a_lighthouse_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monarch_slurm.train.fault_tolerance._CONNECT_TIMEOUT", 0.2)
+    original = torchft_manager.ManagerServer
+    place = Place(0, 0, 1, 0, "http://127.0.0.1:1")
+    with pytest.raises(QuorumError, match=r"cannot reach the Lighthouse.*127\.0\.0\.1:1"):
+        ReplicaManager(CONFIG, place, open_replica(place, 5.0), lambda *_, **__: None, lambda: None)
+    assert torchft_manager.ManagerServer is original
+
+
+def test_one_line_per_failed_sync(caplog: pytest.LogCaptureFixture) -> None:
+    server, url = start_lighthouse("127.0.0.1", CONFIG)
+    place = Place(0, 0, 1, 0, url)
+    manager = ReplicaManager(CONFIG, place, open_replica(place, 5.0), lambda *_, **__: None, lambda: None)
+    logger = logging.getLogger("torchft.manager")
+    with caplog.at_level(logging.WARNING, logger="torchft.manager"):
+        for _ in range(10):
+            logger.error("got exception in future: reset by peer\nwith more below", exc_info=ConnectionError())
+        logger.warning("Unable to reset NCCL flight recorder recording so traces will be incorrect.")
+        logger.warning("something else")
+    assert caplog.messages == ["got exception in future: reset by peer", "something else"]
+    assert all(record.exc_info is None for record in caplog.records)
+    manager.close()
+    server.shutdown()

@@ -1,0 +1,40 @@
+"""How hosts are shared among replicas."""
+
+from __future__ import annotations
+
+import pytest
+
+from monarch_slurm.actor import HostMesh, Shape, Slice
+from monarch_slurm.errors import ConfigError
+from monarch_slurm.train.config import TrainConfig
+from monarch_slurm.train.manager import share_hosts
+
+
+def hosts(count: int) -> HostMesh:
+    names = tuple(f"n{i}#1" for i in range(count))
+    return HostMesh(names, Shape(["hosts"], Slice.new_row_major([count])), owned=False)
+
+
+@pytest.mark.parametrize(
+    ("count", "replicas", "procs", "expected"),
+    [
+        (1, 3, 1, [["n0"], ["n0"], ["n0"]]),
+        (2, 3, 4, [["n0"], ["n1"], ["n0"]]),
+        (4, 4, 1, [["n0"], ["n1"], ["n2"], ["n3"]]),
+        (4, 2, 2, [["n0", "n1"], ["n2", "n3"]]),
+        (5, 2, 4, [["n0", "n1"], ["n2", "n3"]]),
+    ],
+)
+def test_hosts_are_consecutive_or_in_turn(count: int, replicas: int, procs: int, expected: list[list[str]]) -> None:
+    config = TrainConfig(replicas=replicas, procs_per_replica=procs)
+    assert [share.host_names for share in share_hosts(hosts(count), config)] == expected
+
+
+def test_procs_must_spread_evenly() -> None:
+    with pytest.raises(ConfigError, match="multiple of 2"):
+        share_hosts(hosts(4), TrainConfig(replicas=2, procs_per_replica=3))
+
+
+def test_one_machine_is_shared_by_all() -> None:
+    local = HostMesh(("here#1",), Shape.unity(), owned=False)
+    assert [share.host_names for share in share_hosts(local, TrainConfig(replicas=2))] == [["here"], ["here"]]

@@ -1,0 +1,134 @@
+"""Whole runs on this machine: real trainers, TorchFT's Lighthouse, real kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.train]
+
+TINY = ["--model", "tiny", "--seq-len", "64", "--batch-size", "4"]
+
+
+def start(out: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "monarch_slurm", "train", "--local", *TINY, "--out", str(out), *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def report_in(out: Path) -> dict[str, Any]:
+    (folder,) = [path for path in out.iterdir() if path.is_dir()]
+    assert (folder / "report.html").read_text().startswith("<!")
+    return json.loads((folder / "report.json").read_text())  # type: ignore[no-any-return]
+
+
+def left_behind(out: Path) -> list[str]:
+    """Processes whose files are in the run's folder, or whose command line names it."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "name"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if str(out) in line or (process.info["name"] or "").startswith("ms-") and _holds(process, out):
+            found.append(f"{process.pid} {process.info['name']} {line}")
+    return found
+
+
+def _holds(process: psutil.Process, out: Path) -> bool:
+    try:
+        return str(out) in process.cwd() or any(str(out) in file.path for file in process.open_files())
+    except psutil.Error:
+        return False
+
+
+def failures_of(report: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    return [failure for failure in report["failures"] if failure["type"] == kind]
+
+
+def test_every_kind_of_failure_is_survived(tmp_path: Path) -> None:
+    options = ["--replicas", "3", "--tokens", "560000", "--fail-every", "5", "--step-deadline", "2", "--reference", "none"]
+    process = start(tmp_path, *options)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    report = report_in(tmp_path)
+    assert report["summary"]["ok"], report["summary"]
+    assert report["summary"]["job_restarts"] == 0
+    exits = {"kill": "Killed(sig=9)", "segfault": "Killed(sig=11", "exception": "Raised(exception)", "hang": "Hung(killed)"}
+    for kind, exit_text in exits.items():
+        found = failures_of(report, kind)
+        assert found, f"no {kind} was injected: {output}"
+        for failure in found:
+            assert failure["exit"].startswith(exit_text)
+        recovered = [failure for failure in found if failure["outcome"] == "recovered"]
+        assert recovered, f"no {kind} recovered: {found}"
+        for failure in recovered:
+            assert failure["state_equal"] is True
+            stages = [failure["seconds"][stage] for stage in ("detected", "respawned", "joined", "first_commit")]
+            assert stages == sorted(stages)
+    assert "InjectedFailureError" in failures_of(report, "exception")[0]["traceback"]
+    assert any("Segmentation fault" in line for line in failures_of(report, "segfault")[0]["stderr_tail"])
+    assert report["summary"]["final_states_equal"] is True
+    assert left_behind(tmp_path) == []
+
+
+def test_a_replica_that_fails_too_often_escalates_and_the_others_finish(tmp_path: Path) -> None:
+    options = ["--replicas", "3", "--tokens", "300000", "--fail-every", "2", "--failures", "kill", "--reference", "none"]
+    process = start(tmp_path, *options, "--max-restarts", "0", "--max-host-restarts", "1")
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    report = report_in(tmp_path)
+    levels = [event["level"] for event in report["events"] if event["kind"] == "escalated"]
+    assert levels[0] == "hosts"
+    assert "job" in levels
+    assert report["summary"]["replicas_lost"] == 1
+    assert report["summary"]["ok"] is True
+
+
+def test_a_run_that_nobody_can_finish_says_so(tmp_path: Path) -> None:
+    data = tmp_path / "text"
+    data.write_text("to be or not to be, " * 4000)
+    out = tmp_path / "runs"
+    # A learning rate that no model survives: every replica diverges, and starting again would not help.
+    process = start(out, "--replicas", "2", "--data", str(data), "--lr", "1e30", "--tokens", "10000000")
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 1, output
+    assert "Traceback" not in output.splitlines()[-1]
+    assert "error: " in output
+    assert "NonFiniteLossError" in output
+    assert report_in(out)["summary"]["ok"] is False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_a_report_and_no_process(tmp_path: Path, number: int) -> None:
+    process = start(tmp_path, "--replicas", "2", "--tokens", "100000000")
+    journals: list[Path] = []
+    deadline = time.monotonic() + 120
+    while not (journals and '"sync"' in journals[0].read_text()):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        journals = list(tmp_path.glob("*/journal.jsonl"))
+        time.sleep(0.05)
+    os.kill(process.pid, number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    report = report_in(tmp_path)
+    assert report["summary"]["ok"] is False
+    assert report["summary"]["reason"] == "interrupted"
+    assert left_behind(tmp_path) == []
+
+
+def test_two_ranks_per_replica_lose_one_and_come_back(tmp_path: Path) -> None:
+    options = ["--replicas", "3", "--procs-per-replica", "2", "--tokens", "500000", "--reference", "none"]
+    process = start(tmp_path, *options, "--fail-every", "8", "--failures", "kill")
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output
+    report = report_in(tmp_path)
+    recovered = [failure for failure in report["failures"] if failure["outcome"] == "recovered"]
+    assert recovered, report["failures"]
+    assert all(failure["state_equal"] is True for failure in recovered)
