@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from monarch_slurm.errors import ConfigError
 
 _ENV_PREFIX = "MONARCH_SLURM_"
 
@@ -37,7 +40,7 @@ class _Settings:
     """Comma-separated modules that a zygote imports before it forks procs (``torch`` saves each proc seconds)."""
     runtime_dir: str = ""
     """Folder for Unix sockets; empty: one in ``$XDG_RUNTIME_DIR`` or ``/tmp``. Paths may not exceed 107 characters."""
-    stderr_tail_lines: int = 40
+    stderr_tail_lines: int = 20
     """Lines of a proc's stderr that a failure report quotes."""
     log_dir: str = ""
     """Folder where an agent writes one log file per proc; empty: lines go to the agent's own output, prefixed."""
@@ -45,20 +48,30 @@ class _Settings:
     """Bytes that one frame of a message may have."""
 
 
-def _parse(name: str, text: str) -> Any:
-    kind = type(getattr(_Settings, name))
-    try:
-        return kind(text)
-    except ValueError:
-        raise ValueError(f"{_ENV_PREFIX}{name.upper()}={text!r}: {kind.__name__} expected") from None
+_KINDS: dict[str, type] = {field.name: type(field.default) for field in dataclasses.fields(_Settings)}
+_MAY_BE_ZERO = {"stderr_tail_lines"}
+
+
+def _check(name: str, value: Any, where: str) -> Any:
+    if isinstance(value, str):
+        return value
+    lowest = 0 if name in _MAY_BE_ZERO else math.ulp(0.0)
+    if not (lowest <= value < math.inf):
+        raise ConfigError(f"{where}: a finite number {'of 0 or more' if lowest == 0 else 'above 0'} expected")
+    return value
 
 
 def _from_environment() -> dict[str, Any]:
     found = {}
-    for field in dataclasses.fields(_Settings):
-        text = os.environ.get(_ENV_PREFIX + field.name.upper())
+    for name, kind in _KINDS.items():
+        text = os.environ.get(_ENV_PREFIX + name.upper())
         if text is not None:
-            found[field.name] = _parse(field.name, text)
+            where = f"{_ENV_PREFIX}{name.upper()}={text!r}"
+            try:
+                value = kind(text)
+            except ValueError:
+                raise ConfigError(f"{where}: {kind.__name__} expected") from None
+            found[name] = _check(name, value, where)
     return found
 
 
@@ -66,7 +79,11 @@ _runtime: dict[str, Any] = {}
 
 
 def settings() -> _Settings:
-    """Return the settings in force now."""
+    """Return the settings in force now.
+
+    Raises:
+        ConfigError: the environment holds one that cannot be used.
+    """
     return _Settings(**{**_from_environment(), **_runtime})
 
 
@@ -74,19 +91,19 @@ def configure(**values: Any) -> None:
     """Change settings of this process.
 
     Raises:
-        ValueError: there is no setting of that name.
+        ConfigError: there is no setting of that name, or it cannot have that value.
         TypeError: the value has the wrong type.
     """
-    fields = {field.name for field in dataclasses.fields(_Settings)}
-    for name, value in values.items():
-        if name not in fields:
-            raise ValueError(f"unknown setting {name!r}; there are: {', '.join(sorted(fields))}")
-        kind = type(getattr(_Settings, name))
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+    checked = {}
+    for name, given in values.items():
+        kind = _KINDS.get(name)
+        if kind is None:
+            raise ConfigError(f"unknown setting {name!r}; there are: {', '.join(sorted(_KINDS))}")
+        value = float(given) if kind is float and type(given) is int else given
         if type(value) is not kind:
-            raise TypeError(f"setting {name!r} must be {kind.__name__}, not {type(value).__name__}")
-        _runtime[name] = value
+            raise TypeError(f"setting {name!r} must be {kind.__name__}, not {type(given).__name__}")
+        checked[name] = _check(name, value, f"setting {name!r}={value!r}")
+    _runtime.update(checked)
 
 
 @contextlib.contextmanager

@@ -78,9 +78,10 @@ class Client:
                 # The hook is replaced by assignment to the public name, so that is where it is looked up.
                 sys.modules["monarch_slurm.actor"].unhandled_fault_hook(failure)
             except BaseException as error:  # by raising anything the hook says that the program cannot go on
-                if not self._faults_stopped:
-                    self._faults_stopped = True
-                    _end_program(failure, error)
+                with self._ending:
+                    if not self._faults_stopped:
+                        self._faults_stopped = True
+                        _end_program(failure, error)
 
     # ---- messages
 
@@ -187,7 +188,18 @@ def _end_program(failure: MeshFailure, error: BaseException) -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
+def _ignore_interrupts() -> None:
+    while True:
+        try:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        except KeyboardInterrupt:  # one that came before
+            continue
+        return
+
+
 def _at_exit() -> None:
+    if _client is not None:
+        _ignore_interrupts()  # the end takes a moment, and half an end would leave processes
     shutdown_context(_EXIT_SECONDS)
     if _exit_code:
         logging.shutdown()

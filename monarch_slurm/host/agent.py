@@ -34,6 +34,7 @@ from monarch_slurm.wire import (
     Link,
     Loop,
     Message,
+    Timer,
     UnknownPeerError,
     WireError,
     make_runtime_dir,
@@ -105,6 +106,7 @@ class Agent:
         self._owners: dict[str, Address] = {}
         self._tombstones: dict[str, ProcDown] = {}
         self._last_heard = self._loop.clock()
+        self._next_beat: Timer | None = None
         router = make_router(self._context)
         bind_ipc(router, self._socket_path)
         self._down = Link(self._loop, router, self._from_proc, self._proc_fault)
@@ -132,9 +134,7 @@ class Agent:
     def run(self) -> int:
         """Serve until told to end; return the exit code."""
         for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(
-                number, lambda *_: self._loop.call_soon(lambda: self._wind_down(settings().process_exit_timeout))
-            )
+            signal.signal(number, lambda *_: self._loop.call_soon(self._told_by_signal))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         wakeup_read, wakeup_write = socket.socketpair()
         wakeup_write.setblocking(False)
@@ -157,6 +157,8 @@ class Agent:
     # ---- the controller
 
     def _beat(self) -> None:
+        if self._next_beat is not None:
+            self._next_beat.cancel()
         interval = settings().heartbeat_interval
         if self._loop.late > interval:
             self._last_heard += self._loop.late  # this process did not run; it cannot have heard anything
@@ -171,7 +173,7 @@ class Agent:
             return
         self._up.send(Message("heartbeat", CONTROLLER, self._address))
         self._procs.reap()
-        self._loop.call_later(interval, self._beat)
+        self._next_beat = self._loop.call_later(interval, self._beat)
 
     def _controller_left(self) -> bool:
         return self._folder is not None and not (self._folder / CONTROLLER_FILE).exists()
@@ -200,6 +202,7 @@ class Agent:
 
     def _take_welcome(self, message: Message) -> None:
         configure(**message.fields["settings"])
+        self._beat()  # its interval may be another now
 
     def _fenced(self, message: Message) -> None:
         logger.error(
@@ -210,12 +213,16 @@ class Agent:
     def _shutdown(self, message: Message) -> None:
         self._wind_down(message.fields["timeout"])
 
-    def _wind_down(self, timeout: float) -> None:
+    def _told_by_signal(self) -> None:
+        # The owners of the procs know nothing of this, so it is a failure to them.
+        self._wind_down(settings().process_exit_timeout, "Stopped(the agent of its host was told to end by a signal)")
+
+    def _wind_down(self, timeout: float, why: str = "") -> None:
         """End the procs in order, and then this agent; procs that take longer than ``timeout`` seconds are killed."""
         if not self._ending:
             self._ending = True
             for name in self._procs.names():
-                self._stop_proc(name, self._address, timeout)
+                self._stop_proc(name, self._address, timeout, why)
             if not self._procs.names():
                 self._end(ENDED)
 
@@ -383,12 +390,12 @@ class Agent:
             else:
                 self._undeliverable(name, message)
 
-    def _stop_proc(self, name: str, asker: Address, timeout: float) -> None:
+    def _stop_proc(self, name: str, asker: Address, timeout: float, why: str = "") -> None:
         if name in self._waiting:
-            self._procs.expect_end(name, 0.0)
+            self._procs.expect_end(name, 0.0, why)
         else:
             self._to_proc(name, Message("exit", Address(self.host, name), asker, {"timeout": timeout}))
-            self._procs.expect_end(name, timeout)
+            self._procs.expect_end(name, timeout, why)
 
     def _kill_procs(self, message: Message) -> None:
         for name in _names(message.fields):

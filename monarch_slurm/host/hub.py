@@ -151,7 +151,7 @@ class Hub:
         try:
             self._link.send(message, message.dst.host)
         except UnknownPeerError:
-            return  # its end is told by the heartbeats
+            return  # its end is told by `_beat`
 
     def _undeliverable(self, message: Message) -> None:
         host = message.dst.host
@@ -221,8 +221,11 @@ class Hub:
         for peer in self._liveness.dead(now):
             limit = self._interval * settings().missed_heartbeats
             self._host_down(peer, f"nothing was heard from it for {limit:g} s")
-        for peer in self.hosts:
-            self._send_quietly(Message("heartbeat", Address(peer, AGENT), CONTROLLER))
+        for peer in list(self.hosts):
+            try:
+                self._link.send(Message("heartbeat", Address(peer, AGENT), CONTROLLER), peer)
+            except UnknownPeerError:  # its process has died, and its kernel said so
+                self._host_down(peer, "the connection to its agent is gone")
         self._loop.call_later(self._interval, self._beat)
 
     def _host_down(self, peer: str, cause: str) -> None:

@@ -136,11 +136,16 @@ class ProcTable:
         elif proc.pidfd >= 0:
             _send_signal(proc, number)
 
-    def expect_end(self, name: str, seconds: float) -> None:
-        """The proc was told to end: kill it if it has not within ``seconds``."""
+    def expect_end(self, name: str, seconds: float, why: str = "") -> None:
+        """The proc was told to end: kill it if it has not within ``seconds``.
+
+        Args:
+            why: says that its owner did not want it to end, and why it does; the owner is told so.
+        """
         proc = self._procs.get(name)
         if proc is not None:
-            proc.stopping = True
+            proc.stopping = proc.stopping or not why
+            proc.why_ended = why
             if seconds > 0:
                 self._loop.call_later(seconds, lambda: self._kill_if_same(name, proc))
             else:

@@ -69,7 +69,7 @@ class ZygoteLink:
         return self._process.pid
 
     def ask(self, specs: list[ProcSpec]) -> None:
-        """Have procs forked, as soon as the zygote is ready; each is told by ``on_born``. One call, one round of forks."""
+        """Have procs forked, as soon as the zygote is ready; each is told by ``on_born``. One call is one round."""
         if not self.ready:
             self.waiting += specs
             return

@@ -50,6 +50,10 @@ def explode() -> None:
     raise RuntimeError("this value explodes when it is unpickled")
 
 
+class SpecialExit(BaseException):
+    pass
+
+
 class Bomb:
     def __reduce__(self) -> Any:
         return explode, ()
@@ -99,10 +103,10 @@ class Log(Actor):
             return Bomb()
         if kind == "chained":
             try:
-                raise KeyError("the cause")
+                {}["the cause"]
             except KeyError as error:
                 raise ValueError("the effect") from error
-        raise BaseException(kind)
+        raise SpecialExit(kind)
 
     @endpoint
     def ranks(self) -> tuple[str, str, dict[str, int], str, str]:
@@ -400,7 +404,7 @@ class Dier(Actor):
 
     @endpoint
     def start_children(self) -> list[int]:
-        """A child in the proc's own process group, one in a session of its own, and an orphan that has left its parent."""
+        """A child in the proc's own process group, one in a session of its own, and an orphan."""
         sleep = ["sleep", "1000"]
         same = subprocess.Popen(sleep).pid
         own = subprocess.Popen(sleep, start_new_session=True).pid

@@ -138,7 +138,7 @@ def test_lambdas_and_local_classes_can_be_sent(logs: Any) -> None:
 
 
 def test_one_error_of_several_comes_back_and_the_actors_live_on(logs: Any) -> None:
-    with pytest.raises(ActorError, match="Actor call log.fail failed") as caught:
+    with pytest.raises(ActorError, match=r"Actor call log\.fail failed") as caught:
         logs.fail.call([1, 3]).get(DEADLINE)
     assert isinstance(caught.value.exception, ValueError)
     text = str(caught.value)

@@ -60,7 +60,9 @@ def test_an_exception_that_nobody_waits_for_fails_the_actor(grid: ProcMesh, faul
     (failure,) = faults.wait()
     assert failure.crashed_ranks == (1,)
     assert "ValueError: on purpose" in failure.report()
-    assert str(failure).startswith(f"MeshFailure(mesh_name={logs._name.get()}, crashed_ranks=[1], event=Supervision event:")
+    assert str(failure).startswith(
+        f"MeshFailure(mesh_name={logs._name.get()}, crashed_ranks=[1], event=Supervision event:"
+    )
     error = logs.slice(x=0, y=1).add.call_one(1).exception(0.5)
     assert isinstance(error, SupervisionError)
     assert isinstance(logs.add.call(1).exception(DEADLINE), SupervisionError)
@@ -84,7 +86,7 @@ def test_a_base_exception_fails_the_actor(grid: ProcMesh, faults: Faults) -> Non
     logs: Any = grid.slice(x=0, y=0).spawn("log", Log)
     error = logs.fail_as.call_one("base").exception(DEADLINE)
     assert isinstance(error, SupervisionError)
-    assert "BaseException: base" in str(error)
+    assert "SpecialExit: base" in str(error)
     async_log: Any = grid.slice(x=0, y=0).spawn("log", AsyncLog)
     error = async_log.cancelled.call_one().exception(DEADLINE)
     assert isinstance(error, SupervisionError)
@@ -207,7 +209,7 @@ def test_what_reached_the_agent_before_a_death_is_told_before_the_death(
         seen = []
         while (number := _next(receiver)) is not None:
             seen.append(number)
-        # The kill may have come before ZeroMQ had written the last of them, but none may come after the news, or be missing between.
+        # The kill may come before ZeroMQ has written the last of them. None may be missing in between, or come later.
         assert seen == list(range(len(seen)))
         assert receiver.recv().exception(0.05) is not None
 

@@ -164,7 +164,7 @@ def test_a_channel_keeps_order() -> None:
 def test_an_exception_through_a_channel_is_raised_as_it_is() -> None:
     port, receiver = Channel.open()
     port.exception(ValueError("as it is"))
-    with pytest.raises(ValueError, match="^as it is$"):
+    with pytest.raises(ValueError, match=r"^as it is$"):
         receiver.recv().get(DEADLINE)
 
 

@@ -59,7 +59,9 @@ def agent_of(running: Program) -> int:
 
 
 def test_a_program_that_ends_leaves_nothing(program: Callable[..., Program]) -> None:
-    running = program(START + '        print("children", *workers.slice(n=0).children.call_one().get(30))\n        input\n')
+    running = program(
+        START + '        print("children", *workers.slice(n=0).children.call_one().get(30))\n        input\n'
+    )
     running.family.update(pids(running.expect("pids")))
     assert running.wait() == 0
     children = [line for line in running.output().splitlines() if line.startswith("children")]
@@ -172,7 +174,7 @@ def test_a_failure_that_the_caller_caught_and_the_hook_dropped_ends_nothing(prog
 
 
 def test_ctrl_c_leaves_nothing(program: Callable[..., Program]) -> None:
-    running = program(START + '        workers.work.call().get()\n')
+    running = program(START + "        workers.work.call().get()\n")
     running.family.update(pids(running.expect("pids")))
     running.note_family()
     os.killpg(running.process.pid, signal.SIGINT)

@@ -204,8 +204,9 @@ def test_a_hundred_rounds_leave_no_descriptor_no_thread_no_process(spawn: Callab
         mesh = spawn(per_host={"n": 2})
         mesh.spawn("log", Log).pid.call().get(DEADLINE)
         mesh.stop().get(DEADLINE)
-    wait_until(lambda: all(now <= then for now, then in zip(count(), before, strict=True)), f"{before} again: {count()}")
+    wait_until(
+        lambda: all(now <= then for now, then in zip(count(), before, strict=True)), f"{before} again: {count()}"
+    )
     assert {mesh.name for mesh in owned.procs.values()} <= {"anon", "grid"}
     assert {mesh.ref.name for mesh in owned.actors.values()} == {"log"}
     assert len(owned.actors) == 1
-

@@ -91,7 +91,7 @@ def test_a_router_knows_whom_it_does_not_know(ends: Ends) -> None:
 
 
 def test_no_wake_up_is_lost_when_many_threads_send_while_messages_come_in(ends: Ends) -> None:
-    """ZeroMQ signals edges, and every send may take one. Each round waits for its answer, so a lost one would hang here."""
+    """ZeroMQ signals edges, and every send may take one. Each round waits for its answer, so a lost one hangs here."""
     rounds, senders = 400, 6
     answered = [threading.Semaphore(0) for _ in range(senders)]
 

@@ -29,7 +29,7 @@ def test_a_folder_is_private_and_can_be_removed(tmp_path: Path) -> None:
 
 def test_folders_of_killed_processes_are_swept_away_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from monarch_slurm.wire import make_runtime_dir; print(make_runtime_dir(), flush=True);"
+        "import os, signal, sys; from monarch_slurm.wire import make_runtime_dir as make; print(make(), flush=True);"
         "sys.stdin.read() if len(sys.argv) > 1 else os.kill(os.getpid(), signal.SIGKILL)"
     )
     environment = {**os.environ, "MONARCH_SLURM_RUNTIME_DIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
@@ -39,7 +39,9 @@ def test_folders_of_killed_processes_are_swept_away_and_those_of_living_ones_are
     )
     assert living.stdout is not None
     kept = Path(living.stdout.readline().strip())
-    killed = Path(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False).stdout.strip())
+    killed = Path(
+        subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
+    )
     assert kept.is_dir()
     assert killed.is_dir()
     foreign = tmp_path / f"ms-{os.getuid()}-not-private"

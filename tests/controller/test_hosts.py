@@ -1,0 +1,384 @@
+"""Hosts that join through a job folder: all there, some missing, lost, given up, told to end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from conftest import Agent
+from support import DEADLINE, REPOSITORY, is_alive, wait_gone, wait_until
+
+from monarch_slurm.actor import Actor, HostMesh, MeshFailure, SupervisionError, endpoint
+from monarch_slurm.controller import (
+    FolderError,
+    HostsMissingError,
+    gather_hosts,
+    host_addresses,
+    make_job_folder,
+    publish,
+    withdraw,
+)
+from monarch_slurm.wire import BindError, JobKeys, read_invitation
+from monarch_slurm.wire.sockets import connect_tcp, make_dealer
+
+QUICK = {"MONARCH_SLURM_HEARTBEAT_INTERVAL": "0.5"}
+
+
+class Worker(Actor):
+    @endpoint
+    def pid(self) -> int:
+        return os.getpid()
+
+    @endpoint
+    def call_other(self, other: Any) -> list[int]:
+        values: list[int] = other.pid.call().get().values()
+        return values
+
+    @endpoint
+    def children(self) -> list[int]:
+        sleep = ["sleep", "1000"]
+        return [subprocess.Popen(sleep).pid, subprocess.Popen(sleep, start_new_session=True).pid]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    publish(tmp_path / "job", address="127.0.0.1")
+    return tmp_path / "job"
+
+
+@pytest.fixture
+def two(folder: Path, agents: Callable[..., Agent]) -> tuple[HostMesh, Agent, Agent]:
+    one, other = agents(folder, "one"), agents(folder, "other")
+    return gather_hosts(["one", "other"], timeout=DEADLINE), one, other
+
+
+def test_hosts_come_in_the_order_of_their_names(
+    two: tuple[HostMesh, Agent, Agent], failures: list[MeshFailure]
+) -> None:
+    hosts, one, other = two
+    assert str(hosts.extent) == "{hosts: 2}"
+    assert hosts.host_names == ["one", "other"]
+    assert gather_hosts(["other", "one"], timeout=0).host_names == ["other", "one"]
+    assert host_addresses(hosts) == ["127.0.0.1", "127.0.0.1"]
+    procs = hosts.spawn_procs({"gpus": 2})
+    assert str(procs.extent) == "{hosts: 2, gpus: 2}"
+    workers: Any = procs.spawn("worker", Worker)
+    pids = workers.pid.call().get(DEADLINE)
+    assert set(pids.slice(hosts=0).values()) <= set(one.family())
+    assert set(pids.slice(hosts=1).values()) <= set(other.family())
+    caller = workers.slice(hosts=0, gpus=0)
+    assert caller.call_other.call_one(workers.slice(hosts=1)).get(DEADLINE) == pids.slice(hosts=1).values()
+    procs.stop().get(DEADLINE)
+    assert not failures
+
+
+def test_per_host_labels_must_be_new(two: tuple[HostMesh, Agent, Agent]) -> None:
+    with pytest.raises(ValueError, match="overlap with host labels"):
+        two[0].spawn_procs({"hosts": 2})
+
+
+def test_hosts_that_are_missing_are_named(folder: Path, agents: Callable[..., Agent]) -> None:
+    agents(folder, "present")
+    with pytest.raises(HostsMissingError, match=r"1 of 3 hosts joined; missing: absent, gone \(gave up after 2 s\)"):
+        gather_hosts(["absent", "present", "gone"], timeout=2)
+    with pytest.raises(HostsMissingError, match=r"missing: absent \(the job has been cancelled\)"):
+        gather_hosts(["absent"], still_hope=lambda: "the job has been cancelled")
+
+
+def test_hosts_may_join_while_somebody_asks_whether_there_is_hope(folder: Path, agents: Callable[..., Agent]) -> None:
+    asked, agent = threading.Event(), []
+
+    def hope() -> None:
+        if not asked.is_set():
+            asked.set()
+            agent.append(agents(folder, "late"))
+            wait_until(lambda: _joined("late"))
+
+    assert gather_hosts(["late"], timeout=DEADLINE, still_hope=hope).host_names == ["late"]
+
+
+def _joined(name: str) -> bool:
+    try:
+        gather_hosts([name], timeout=0)
+    except HostsMissingError:
+        return False
+    return True
+
+
+def test_the_job_folder(tmp_path: Path) -> None:
+    folder = make_job_folder(tmp_path / "a" / "b")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o755)
+    make_job_folder(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    (tmp_path / "file").touch()
+    with pytest.raises(FolderError, match="cannot use the folder"):
+        make_job_folder(tmp_path / "file" / "c")
+    with pytest.raises(BindError, match=r"cannot listen on tcp://192.0.2.1:\*"):
+        publish(tmp_path / "d", address="192.0.2.1")
+
+
+def test_an_agent_without_a_controller(tmp_path: Path, agents: Callable[..., Agent]) -> None:
+    agent = agents(tmp_path, "lonely", {"MONARCH_SLURM_MESH_ORPHAN_TIMEOUT": "0.3"})
+    assert agent.wait() == 1
+    assert "error: host lonely: no controller published" in agent.text()
+    assert "Traceback" not in agent.text()
+
+
+def test_an_agent_whose_controller_is_no_more(folder: Path, tmp_path: Path, agents: Callable[..., Agent]) -> None:
+    path = folder / "controller.json"
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    text = path.read_text()
+    invitation = read_invitation(path)
+    path.write_text(text.replace(invitation.address, f"tcp://127.0.0.1:{port}"))
+    agent = agents(folder, "late", {**QUICK, "MONARCH_SLURM_MESH_ORPHAN_TIMEOUT": "0.5"})
+    assert agent.wait() == 3
+    assert "nothing heard from the controller" in agent.text()
+
+
+def test_an_agent_that_may_not_trust_the_folder(folder: Path, agents: Callable[..., Agent]) -> None:
+    (folder / "controller.json").chmod(0o644)
+    agent = agents(folder, "careful")
+    assert agent.wait() == 1
+    assert "has mode 0644: others can reach its keys" in agent.text()
+
+
+@pytest.mark.parametrize("whom", ["agent", "guardian"])
+def test_a_host_that_is_told_to_end_says_goodbye(
+    two: tuple[HostMesh, Agent, Agent], failures: list[MeshFailure], whom: str
+) -> None:
+    hosts, one, other = two
+    workers: Any = hosts.spawn_procs(name="w").spawn("worker", Worker)
+    workers.slice(hosts=0).children.call_one().get(DEADLINE)
+    family = one.family()
+    os.kill(one.pid if whom == "agent" else one.process.pid, signal.SIGTERM)
+    assert one.wait() == 0
+    wait_gone(*family[1:])
+    wait_until(lambda: failures)
+    assert failures[0].host == "one"
+    assert "the agent of its host was told to end by a signal" in failures[0].report()
+    error = workers.pid.call().exception(DEADLINE)
+    assert isinstance(error, SupervisionError)
+    assert workers.slice(hosts=1).pid.call_one().get(DEADLINE) in other.family()
+    with pytest.raises(HostsMissingError):
+        gather_hosts(["one"], timeout=0)
+
+
+def test_an_agent_that_dies_takes_everything_along(
+    two: tuple[HostMesh, Agent, Agent], failures: list[MeshFailure]
+) -> None:
+    hosts, one, other = two
+    workers: Any = hosts.spawn_procs(name="w").spawn("worker", Worker)
+    workers.slice(hosts=0).children.call_one().get(DEADLINE)
+    family = one.family()
+    os.kill(one.pid, signal.SIGKILL)
+    assert one.wait() == 137
+    wait_gone(*family[1:])
+    wait_until(lambda: failures)
+    assert "the connection to its agent is gone" in failures[0].report()
+    assert workers.slice(hosts=1).pid.call_one().get(DEADLINE) in other.family()
+    late = hosts.slice(hosts=0).spawn_procs()
+    assert isinstance(late.initialized.exception(DEADLINE), SupervisionError)
+
+
+def test_a_host_that_was_given_up_is_fenced(two: tuple[HostMesh, Agent, Agent], failures: list[MeshFailure]) -> None:
+    hosts, one, _ = two
+    workers: Any = hosts.spawn_procs(name="w").spawn("worker", Worker)
+    pids = workers.pid.call().get(DEADLINE).values()
+    agent = one.pid
+    family = one.family()
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        pending = workers.slice(hosts=0).pid.call_one()
+        error = pending.exception(DEADLINE)
+        assert "one: nothing was heard from it for 3 s" in str(error)
+        wait_until(lambda: failures)
+        assert is_alive(pids[0])
+        # The survivors can do without it, and know.
+        told = workers.slice(hosts=1).call_other.call_one(workers.slice(hosts=0)).exception(DEADLINE)
+        assert "nothing was heard from it" in str(told)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    assert one.wait() == 4
+    assert "the controller gave this host up" in one.text()
+    wait_gone(*family[1:])
+    assert len(failures) == 1
+    with pytest.raises(HostsMissingError):
+        gather_hosts(["one"], timeout=0)
+
+
+def test_a_new_agent_of_the_old_name_is_another_host(
+    two: tuple[HostMesh, Agent, Agent], folder: Path, agents: Callable[..., Agent], failures: list[MeshFailure]
+) -> None:
+    hosts, one, _ = two
+    os.kill(one.pid, signal.SIGTERM)
+    one.wait()
+    agents(folder, "one")
+    again = gather_hosts(["one"], timeout=DEADLINE)
+    assert again.host_names == ["one"]
+    assert again != hosts.slice(hosts=slice(0, 1))
+    procs = again.spawn_procs()
+    assert procs.initialized.get(DEADLINE)
+    procs.stop().get(DEADLINE)
+    assert isinstance(hosts.slice(hosts=0).spawn_procs().initialized.exception(DEADLINE), SupervisionError)
+
+
+def test_shutdown_of_hosts(two: tuple[HostMesh, Agent, Agent], failures: list[MeshFailure]) -> None:
+    hosts, one, other = two
+    workers: Any = hosts.spawn_procs().spawn("worker", Worker)
+    workers.pid.call().get(DEADLINE)
+    families = one.family()[1:] + other.family()[1:]
+    with pytest.raises(RuntimeError, match="through a slice"):
+        hosts.slice(hosts=0).shutdown()
+    hosts.shutdown().get(DEADLINE)
+    assert one.wait() == other.wait() == 0
+    wait_gone(*families)
+    with pytest.raises(RuntimeError, match="HostMesh has already been shut down"):
+        hosts.spawn_procs()
+    assert not failures
+
+
+CONTROLLER = """
+    import sys, threading
+    from pathlib import Path
+    from monarch_slurm.actor import Actor, endpoint
+    from monarch_slurm.controller import gather_hosts, publish, withdraw
+    class Worker(Actor):
+        @endpoint
+        def get(self): return 1
+    if __name__ == "__main__":
+        folder = Path(sys.argv[1])
+        publish(folder, address="127.0.0.1")
+        gather_hosts(["far"], timeout=30).spawn_procs({"n": 2}).spawn("w", Worker).get.call().get(30)
+        print("ready", flush=True)
+        if sys.argv[2] == "withdraw":
+            withdraw(folder)
+        threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("leave", "lease", "text"),
+    [("withdraw", "60", "the controller has ended"), ("keep", "1", "nothing heard from the controller for")],
+)
+def test_agents_end_when_their_controller_is_killed(
+    tmp_path: Path, agents: Callable[..., Agent], leave: str, lease: str, text: str
+) -> None:
+    script = tmp_path / "controller.py"
+    script.write_text(textwrap.dedent(CONTROLLER))
+    environment = {
+        **os.environ, **QUICK, "PYTHONPATH": str(REPOSITORY), "MONARCH_SLURM_MESH_ORPHAN_TIMEOUT": lease,
+    }  # fmt: skip
+    job = tmp_path / "job"
+    controller = subprocess.Popen(
+        [sys.executable, str(script), str(job), leave], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        agent = agents(job, "far")
+        assert controller.stdout is not None
+        assert controller.stdout.readline() == "ready\n"
+        family = agent.family()
+        assert len(family) >= 5
+    finally:
+        controller.kill()
+        controller.communicate()
+    assert agent.wait() == 3
+    assert text in agent.text()
+    wait_gone(*family[1:])
+
+
+# ---- strangers
+
+
+def test_strangers_get_nothing_parsed_and_disturb_nobody(
+    two: tuple[HostMesh, Agent, Agent], folder: Path, caplog: pytest.LogCaptureFixture, failures: list[MeshFailure]
+) -> None:
+    from monarch_slurm.actor.client import client
+    from monarch_slurm.wire.frames import encode, pack_sequence
+
+    hosts, *_ = two
+    procs = hosts.spawn_procs()
+    workers: Any = procs.spawn("worker", Worker)
+    workers.pid.call().get(DEADLINE)
+    invitation = read_invitation(folder / "controller.json")
+    gatekeeper = client().hub._gatekeeper
+    gatekeeper._last_log = float("-inf")
+    host, _, port = invitation.address.removeprefix("tcp://").rpartition(":")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    message = _hello()
+    frames = [pack_sequence(0), *encode(message)]
+    with caplog.at_level(logging.WARNING, "monarch_slurm"):
+        refused = gatekeeper.refused
+        plain = make_dealer(context, message.src.host)
+        plain.connect(invitation.address)
+        plain.send_multipart(frames)
+        wait_until(lambda: gatekeeper.refused > refused, "a peer without CURVE is refused")
+
+        refused = gatekeeper.refused
+        other = JobKeys.make()
+        stranger = make_dealer(context, message.src.host)
+        connect_tcp(
+            stranger,
+            type(invitation)(invitation.address, invitation.server_public, other.agent_public, other.agent_secret),
+        )
+        stranger.send_multipart(frames)
+        wait_until(lambda: gatekeeper.refused > refused, "a peer with another key is refused")
+
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000), b"\xff" + bytes(8) + b"\x7f" + bytes(5000)):
+            with socket.create_connection((host, int(port)), timeout=DEADLINE) as raw:
+                raw.sendall(garbage)
+                raw.settimeout(DEADLINE)
+                try:
+                    while raw.recv(4096):
+                        pass
+                except ConnectionResetError:
+                    continue
+    context.destroy(linger=0)
+    assert not _joined("stranger")
+    assert len([record for record in caplog.records if "refused a connection" in record.message]) == 1
+    assert workers.pid.call().get(DEADLINE)
+    procs.stop().get(DEADLINE)
+    assert not failures
+
+
+def _hello() -> Any:
+    from monarch_slurm.wire import CONTROLLER, Address, Message
+
+    fields = {"name": "stranger", "pid": 1, "hostname": "stranger", "address": "127.0.0.1"}
+    return Message("hello", CONTROLLER, Address("stranger#1", "agent"), fields)
+
+
+def test_keys_are_not_on_command_lines_nor_in_environments(two: tuple[HostMesh, Agent, Agent], folder: Path) -> None:
+    from monarch_slurm.actor import this_host
+
+    procs = this_host().spawn_procs()
+    worker: Any = procs.spawn("worker", Worker)
+    worker.pid.call_one().get(DEADLINE)
+    secret = read_invitation(folder / "controller.json").agent_secret.encode()
+    import psutil
+
+    pids = {os.getpid(), *two[1].family(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    for pid in pids:
+        for name in ("cmdline", "environ"):
+            assert secret not in Path(f"/proc/{pid}/{name}").read_bytes()
+    procs.stop().get(DEADLINE)
+
+
+def test_withdraw_twice(folder: Path) -> None:
+    withdraw(folder)
+    withdraw(folder)
+    assert not (folder / "controller.json").exists()

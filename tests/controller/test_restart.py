@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from monarch_slurm.controller import RestartBudget, RestartLimit
+
+
+def test_failures_far_apart_cost_nothing() -> None:
+    budget = RestartBudget(RestartLimit(2, within=10.0))
+    assert [budget.use(now) for now in range(0, 1000, 11)] == [0.0] * 91
+    assert budget.used == 1
+
+
+def test_failures_close_together_use_the_budget_up() -> None:
+    budget = RestartBudget(RestartLimit(3, within=10.0), backoff=1.0, max_backoff=1.5)
+    assert [budget.use(now) for now in (0.0, 1.0, 2.0, 3.0)] == [0.0, 1.0, 1.5, None]
+    assert budget.use(10.5) == 1.5
+    assert budget.used == 3
+
+
+def test_no_restart_at_all() -> None:
+    assert RestartBudget(RestartLimit(0, within=10.0)).use(0.0) is None
