@@ -36,6 +36,7 @@ class TrainConfig:
         join_timeout: seconds that a quorum waits for a replica that heartbeats but does not ask.
         collective_timeout: seconds after which a collective between replicas fails. A joining replica's
             state transfer happens inside it.
+        connect_timeout: seconds that the members of a new quorum may take to connect to one another.
         quorum_timeout: seconds after which waiting for a quorum kills the trainer.
         step_deadline: seconds that one inner step may take before the replica counts as hung.
         sync_deadline: seconds that one sync may take before the replica counts as hung.
@@ -65,6 +66,7 @@ class TrainConfig:
     heartbeat_interval: float = 0.05
     join_timeout: float = 10.0
     collective_timeout: float = 20.0
+    connect_timeout: float = 3.0
     quorum_timeout: float = 600.0
     step_deadline: float = 10.0
     sync_deadline: float = 60.0

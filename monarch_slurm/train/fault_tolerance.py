@@ -118,9 +118,10 @@ class ReplicaGroup(ProcessGroupGloo):  # type: ignore[misc]  # torchft has no ty
         quorum_id: number of the quorum that the group was last made for; -1 before the first.
     """
 
-    def __init__(self, address: str, timeout: float) -> None:
+    def __init__(self, address: str, timeout: float, connect_timeout: float) -> None:
         super().__init__(timeout=timedelta(seconds=timeout))
         self._address = address
+        self._connect_timeout = timedelta(seconds=connect_timeout)
         self._works: list[_Work] = []
         self.quorum_id = -1
 
@@ -146,8 +147,10 @@ class ReplicaGroup(ProcessGroupGloo):  # type: ignore[misc]  # torchft has no ty
     def _create_pg(self, store: Store, rank: int, world_size: int) -> ProcessGroup:
         options = GlooBackend._Options()  # type: ignore[attr-defined]
         options._devices = [GlooBackend.create_device(hostname=self._address)]
-        options._timeout = self._timeout
+        # A member that died since the quorum formed is waited for in vain: that may not take as long as a collective.
+        options._timeout = self._connect_timeout
         backend = GlooBackend(store, rank, world_size, options)
+        backend._set_default_timeout(self._timeout)
         backend._set_sequence_number_for_group()
         kind = ProcessGroup.BackendType.GLOO
         group = ProcessGroup(store, rank, world_size)
@@ -199,7 +202,7 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         self._sync_began = 0.0
         self._healed = False
         self._last_sync: Sync | None = None
-        self.group = ReplicaGroup(place.address, config.collective_timeout)
+        self.group = ReplicaGroup(place.address, config.collective_timeout, config.connect_timeout)
         self.transport = StateTransport(
             place.address, config.collective_timeout, replica.mesh, verify=config.verify_state
         )

@@ -27,8 +27,8 @@ from monarch_slurm.train.manager import Run
 from monarch_slurm.train.report import build_report, load_report, write_report
 from monarch_slurm.train.supervisor import RestartPolicy
 
-PRELOAD = "torch,torchft,monarch_slurm.train.trainer,monarch_slurm.train.engine:preload"
-"""What a zygote imports for training."""
+PRELOAD = "monarch_slurm.train.engine:preload,monarch_slurm.train.trainer,monarch_slurm.train.supervisor"
+"""What a zygote imports for training. The engine comes first: it quiets TorchFT, which reads its log level when it is imported."""
 
 REFERENCE_FOLDER = "reference"
 

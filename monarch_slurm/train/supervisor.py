@@ -149,7 +149,7 @@ class ReplicaActor(Actor):
         rank = failure.crashed_ranks[0] if failure.crashed_ranks else None
         self._fail(
             generation,
-            cause=failure.event.splitlines()[0],
+            cause=_cause(failure),
             rank=rank,
             exit_text=failure.exit or ("Raised(exception)" if failure.traceback else "Lost(host)"),
             host=failure.host,
@@ -275,6 +275,7 @@ class ReplicaActor(Actor):
         if generation.hopeless:
             self._give_up(generation.hopeless)
         elif exit_text == "Lost(host)":
+            self._emit("host_lost", host=host, cause=cause)
             self._give_up(f"host {host} is lost")
         else:
             self._start_task(self._restart(generation.number))
@@ -316,3 +317,11 @@ class ReplicaActor(Actor):
             error = task.exception()
             assert error is not None
             self._give_up(f"its supervisor failed: {error}\n{format_exception(error)}")
+
+
+def _cause(failure: MeshFailure) -> str:
+    """Return what happened in one line, without the names of who it happened to: the event that carries it has those."""
+    if failure.traceback:
+        return failure.traceback.strip().splitlines()[-1]
+    first = failure.event.partition("\n")[0]
+    return first.rpartition(" failed: ")[2] or first

@@ -1,0 +1,74 @@
+"""The main job on a real cluster: it trains through the loss of nodes, and the cluster can use them again afterwards."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slurm_nodes import Cluster, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.train]
+
+SMALL = ["--model", "tiny", "--seq-len", "64", "--batch-size", "4", "--no-exclusive", "--cpus-per-task", "1"]
+
+
+def events(out: Path) -> list[dict[str, Any]]:
+    """What the journal of the run in ``out`` says so far."""
+    found = []
+    for journal in out.glob("*/journal.jsonl"):
+        found += [json.loads(line) for line in journal.read_text().split("\n")[:-1]]
+    return found
+
+
+def committed_by(out: Path, after: float = 0.0) -> dict[int, int]:
+    """Number of committed syncs of each replica since ``after``."""
+    counts: dict[int, int] = {}
+    for item in events(out):
+        if item["kind"] == "sync" and item["committed"] and item["t"] > after:
+            counts[item["replica"]] = counts.get(item["replica"], 0) + 1
+    return counts
+
+
+def lost_hosts(out: Path) -> set[str]:
+    return {item["host"] for item in events(out) if item["kind"] == "host_lost"}
+
+
+def test_nodes_are_lost_and_the_others_train_on(cluster: Cluster, tmp_path: Path) -> None:
+    out = tmp_path / "runs"
+    command = [sys.executable, "-m", "monarch_slurm", "train", "--nodes", "4", "--replicas", "4", *SMALL]
+    command += ["--tokens", "1200000", "--out", str(out), "--reference", "none"]
+    with (tmp_path / "log").open("w+") as log, subprocess.Popen(command, stdout=log, stderr=log, text=True) as process:
+        try:
+            wait_until(lambda: len(committed_by(out)) == 4 or process.poll() is not None, "four replicas that train")
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            cluster.kill("n3")
+            wait_until(lambda: "n3" in lost_hosts(out), "the loss of n3 to be noticed")
+            cluster.cut("n4")
+            wait_until(lambda: "n4" in lost_hosts(out), "the loss of n4 to be noticed")
+            lost = max(item["t"] for item in events(out) if item["kind"] == "host_lost")
+            wait_until(lambda: {0, 1} <= committed_by(out, lost).keys(), "the other two to commit without them")
+            cluster.heal("n3", "n4")
+            assert process.wait(timeout=240) == 0, (tmp_path / "log").read_text()
+        finally:
+            process.kill()
+    (report_path,) = out.glob("*/report.json")
+    report = json.loads(report_path.read_text())
+    assert report["summary"]["ok"] is True
+    assert report["summary"]["job_restarts"] == 0
+    by_host = {failure["host"]: failure for failure in report["failures"]}
+    assert set(by_host) == {"n3", "n4"}, report["failures"]
+    for failure in by_host.values():
+        assert failure["type"] == "host"
+        assert "nothing was heard" in failure["cause"]
+    assert report["summary"]["replicas_lost"] == 2
+    assert sorted(report["hosts"]) == ["n1", "n2", "n3", "n4"]
+    participants = [count for _, count in report["curves"]["participants"]]
+    assert max(participants) == 4
+    assert participants[-1] == 2
+    # What was lost is as good as new: Slurm can give it to somebody else.
+    for node in ("n3", "n4"):
+        assert cluster.run("srun", "-w", node, "hostname").strip() == node
