@@ -1,0 +1,68 @@
+"""Which IP address of this machine others are to dial."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+import psutil
+
+from monarch_slurm.job.errors import AddressError
+
+_ANY_PORT = 9  # nothing is sent to it
+
+
+def find_address(option: str | None, toward: str) -> str:
+    """Return an IP address of this machine.
+
+    Hostnames are not looked up: on clusters they often stand for another network.
+
+    Args:
+        option: name of an interface (``ib0``), a network (``10.1.0.0/16``) or an IP address of this machine; None takes
+            the address that packets to ``toward`` leave from.
+        toward: IP address of a machine that must be able to dial this one, or of this machine itself.
+
+    Raises:
+        AddressError: this machine has no such address, or no route.
+    """
+    if option is None:
+        return _source_address(toward)
+    addresses = _addresses()
+    if option in addresses:
+        found = addresses[option]
+    else:
+        try:
+            network = ipaddress.ip_network(option, strict=False)
+        except ValueError:
+            raise AddressError(
+                f"{option!r} is no interface of {socket.gethostname()}, no network such as 10.1.0.0/16 and no IP "
+                f"address; there are {_describe(addresses)}"
+            ) from None
+        found = [one for some in addresses.values() for one in some if ipaddress.ip_address(one) in network]
+    if not found:
+        raise AddressError(f"{socket.gethostname()} has no address in {option!r}; there are {_describe(addresses)}")
+    return found[0]
+
+
+def _source_address(toward: str) -> str:
+    family = socket.AF_INET6 if ":" in toward else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((toward, _ANY_PORT))
+        except OSError as error:
+            raise AddressError(f"{socket.gethostname()} has no route to {toward}: {error.strerror}") from None
+        return str(probe.getsockname()[0])
+
+
+def _addresses() -> dict[str, list[str]]:
+    """Return the addresses of each interface, IPv4 first; link-local ones are left out, they need a scope."""
+    found: dict[str, list[str]] = {}
+    for interface, entries in psutil.net_if_addrs().items():
+        usable = [entry for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+        usable.sort(key=lambda entry: entry.family != socket.AF_INET)
+        found[interface] = [entry.address for entry in usable if "%" not in entry.address]
+    return found
+
+
+def _describe(addresses: dict[str, list[str]]) -> str:
+    return ", ".join(f"{interface} ({' '.join(some) or 'no address'})" for interface, some in addresses.items())

@@ -1,0 +1,298 @@
+"""What every kind of job has in common: apply it, use its hosts, remember it in a file, kill it.
+
+A job is a description of named host meshes. `JobTrait.apply` makes it real, `JobTrait.state` connects to its hosts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shlex
+import sys
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.job.errors import JobError, JobSpecError
+from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder, write_whole
+from monarch_slurm.job.task import BATCH_VARIABLE
+
+if TYPE_CHECKING:
+    from monarch_slurm.actor import HostMesh
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_JOB_PATH = ".monarch/job_state.pkl"
+"""Where `JobTrait.state` remembers a job, relative to the working directory."""
+
+
+Script = Sequence[str] | str
+"""A program: its arguments, a command line, or the path of a ``.py`` file."""
+
+
+class JobState:
+    """The hosts of a job, once connected: each mesh is an attribute of its name."""
+
+    def __init__(self, hosts: Mapping[str, HostMesh]) -> None:
+        self._hosts = dict(hosts)
+
+    def __getattr__(self, name: str) -> HostMesh:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        try:
+            return self._hosts[name]
+        except KeyError:
+            raise AttributeError(
+                f"this job has no hosts named {name!r}; there are: {', '.join(self._hosts) or 'none'}"
+            ) from None
+
+    def shutdown(self) -> None:
+        """Tell the agents of all hosts to end, so that their end is no failure."""
+        for mesh in self._hosts.values():
+            mesh.shutdown()
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._hosts]
+
+    def __repr__(self) -> str:
+        return f"JobState({', '.join(f'{name}={mesh!r}' for name, mesh in self._hosts.items())})"
+
+
+@dataclass(frozen=True)
+class _CachedRunning:
+    """The status of a job whose hosts are those of another job object, found in a file."""
+
+    job: JobTrait
+
+
+class JobTrait(ABC):
+    """A job: named meshes of hosts, and how to get them.
+
+    A subclass gives `_create`, `_state`, `can_run` and `_kill`.
+    """
+
+    def __init__(self) -> None:
+        self._status: str | _CachedRunning = "not_running"
+        self._apply_id: str | None = None
+
+    @abstractmethod
+    def _create(self, client_script: Script | None) -> None:
+        """Make the hosts; with ``client_script``, run it as their controller."""
+
+    @abstractmethod
+    def _state(self) -> JobState:
+        """Connect to the hosts, waiting until they are there."""
+
+    @abstractmethod
+    def can_run(self, spec: JobTrait) -> bool:
+        """Return whether this job, as it is now, can stand in for ``spec``."""
+
+    @abstractmethod
+    def _kill(self) -> None:
+        """End the hosts."""
+
+    @property
+    def apply_id(self) -> str | None:
+        """An id that each `apply` makes anew; None before the first."""
+        return self._apply_id
+
+    @property
+    def active(self) -> bool:
+        """Whether the job has been applied and not been killed by this object."""
+        return self._status != "not_running"
+
+    @property
+    def _running(self) -> JobTrait | None:
+        """The job that really has the hosts: this one, or one found in a file."""
+        if isinstance(self._status, _CachedRunning):
+            return self._status.job
+        return self if self._status == "running" else None
+
+    def apply(self, client_script: Script | None = None) -> None:
+        """Make the hosts, unless they are there already.
+
+        Args:
+            client_script: program that is to be the controller, as a list of arguments, as one command line, or as the
+                path of a ``.py`` file. It runs where the hosts are, and `state` in it returns this job's hosts.
+        """
+        if self._running is not None:
+            return
+        self._create(client_script)
+        self._apply_id = str(uuid.uuid4())
+        self._status = "running"
+
+    def state(self, cached_path: str | None = DEFAULT_JOB_PATH) -> JobState:
+        """Connect to the hosts and return them; make them first if need be.
+
+        Inside of a batch job, its hosts are returned. Otherwise a job remembered in ``cached_path`` is used if it still
+        runs and suffices; if it runs and does not suffice it is killed. A new job is remembered there.
+
+        Args:
+            cached_path: file that remembers the job from one program to the next; None for none.
+        """
+        if self._running is not None:
+            return self._running._state()
+        cached = _batch_job() or _load_cached(cached_path)
+        if cached is not None and cached._running is not None:
+            if cached.can_run(self):
+                self._status = _CachedRunning(cached._running)
+                self._apply_id = cached._apply_id
+                return cached._running._state()
+            cached._discard()
+        if cached_path is not None:
+            Path(os.path.realpath(cached_path)).unlink(missing_ok=True)
+        self.apply()
+        state = self._state()
+        if cached_path is not None:
+            self.dump(cached_path)
+        return state
+
+    def kill(self) -> None:
+        """End the job and its hosts, wherever they are."""
+        running = self._running
+        self._status = "not_running"
+        if running is not None:
+            running._kill()
+
+    def _discard(self) -> None:
+        """Kill a remembered job that is no longer wanted; one that cannot be killed is left to its time limit."""
+        try:
+            self.kill()
+        except (MonarchSlurmError, NotImplementedError) as error:
+            logger.warning("the remembered job %r could not be killed: %s", self, error)
+
+    def dumps(self) -> bytes:
+        """Return the job as bytes for `job_loads`."""
+        return bytes(cloudpickle.dumps(self))
+
+    def dump(self, filename: str) -> None:
+        """Write the job for `job_load`, with its folders; a symbolic link is followed.
+
+        Raises:
+            JobError: the file cannot be written.
+        """
+        path = Path(os.path.realpath(filename))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, self.dumps())
+        except OSError as error:
+            raise JobError(f"cannot remember the job in {path}: {error.strerror}") from None
+
+
+class BatchJob(JobTrait):
+    """A job seen by the program that runs inside of it: its hosts are there, whatever that program asks for."""
+
+    def __init__(self, job: JobTrait) -> None:
+        super().__init__()
+        self._job = job
+        self._status = "running"
+
+    def _create(self, client_script: Script | None) -> None:
+        raise JobError("a program inside of a job cannot apply that job again")
+
+    def _state(self) -> JobState:
+        return self._job._state()
+
+    def can_run(self, spec: JobTrait) -> bool:
+        """Return whether this process runs inside of the job."""
+        return BATCH_VARIABLE in os.environ
+
+    def _kill(self) -> None:
+        self._job._kill()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._job, name)
+
+    def __repr__(self) -> str:
+        return f"BatchJob({self._job!r})"
+
+
+def job_loads(data: bytes) -> JobTrait:
+    """Return the job that `JobTrait.dumps` wrote. This is unpickling: only for bytes from someone you trust.
+
+    Raises:
+        JobError: the bytes are no job, or one of another version.
+    """
+    try:
+        job = pickle.loads(data)
+    except (pickle.UnpicklingError, EOFError, ImportError, AttributeError, TypeError, ValueError, IndexError) as error:
+        raise JobError(f"cannot read the remembered job: {error}") from None
+    if not isinstance(job, JobTrait):
+        raise JobError(f"not a job but a {type(job).__name__}")
+    return job
+
+
+def job_load(filename: str = DEFAULT_JOB_PATH) -> JobTrait:
+    """Return the job that `JobTrait.dump` wrote to ``filename``; inside of a batch job, by default, that job.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        JobError: it belongs to somebody else, or holds no job.
+    """
+    job = _batch_job() if filename == DEFAULT_JOB_PATH else None
+    if job is not None:
+        return job
+    with open(filename, "rb") as file:
+        owner = os.fstat(file.fileno()).st_uid
+        if owner not in (os.getuid(), 0):
+            raise JobError(f"{filename} belongs to uid {owner}: loading it would run whatever they put in it")
+        try:
+            return job_loads(file.read())
+        except JobError as error:
+            raise JobError(f"{filename}: {error}; remove it if you do not need it") from None
+
+
+def _load_cached(path: str | None) -> JobTrait | None:
+    try:
+        return None if path is None else job_load(path)
+    except FileNotFoundError:
+        return None
+
+
+def _batch_job() -> JobTrait | None:
+    """Return the job that this process is the controller of by way of `JobTrait.apply`; None if it is not."""
+    if BATCH_VARIABLE not in os.environ or FOLDER_VARIABLE not in os.environ:
+        return None
+    return job_load(str(JobFolder(Path(os.environ[FOLDER_VARIABLE])).job_pickle))
+
+
+def program_arguments(script: Script, python: str | None = None) -> list[str]:
+    """Return the command line that ``script`` stands for; Python is put before a ``.py`` file.
+
+    Raises:
+        JobSpecError: it is empty, or its quotes do not match.
+    """
+    try:
+        arguments = shlex.split(script) if isinstance(script, str) else list(script)
+    except ValueError as error:
+        raise JobSpecError(f"client script {script!r}: {error}") from None
+    if not arguments:
+        raise JobSpecError("the client script is empty")
+    if arguments[0].endswith(".py"):
+        arguments = [*(shlex.split(python) if python else [sys.executable]), *arguments]
+    return arguments
+
+
+def check_meshes(meshes: Mapping[str, int]) -> dict[str, int]:
+    """Return ``meshes`` as a dict of its own.
+
+    Raises:
+        JobSpecError: there is none, a size is not positive, or a name cannot be an attribute.
+    """
+    if not meshes:
+        raise JobSpecError("a job needs at least one mesh of hosts, such as {'hosts': 4}")
+    for name, size in meshes.items():
+        if not name.isidentifier() or name.startswith("_"):
+            raise JobSpecError(f"mesh name {name!r}: letters, digits and '_' expected, and no '_' first")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise JobSpecError(f"mesh {name!r}: {size!r} hosts; at least 1 expected")
+    return dict(meshes)

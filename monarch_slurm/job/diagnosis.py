@@ -1,0 +1,60 @@
+"""Why a job ended or a host did not come up, from what lies in the job's folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from monarch_slurm.job.errors import HostStartError, JobEndedError, JobError, JobFolderError, NodeListError
+from monarch_slurm.job.folder import JobFolder, tail
+from monarch_slurm.job.nodelist import expand
+from monarch_slurm.job.status import JobStatus
+
+MAX_QUOTED_HOSTS = 3
+
+_TASK_ENDED = re.compile(r"^srun: error: (\S+): tasks? [0-9,-]+: (.+)$", re.MULTILINE)
+
+
+def failed_hosts(folder: JobFolder) -> dict[str, str]:
+    """Return the hosts whose task has failed, with srun's words for it."""
+    try:
+        said = folder.batch_log.read_text(errors="replace")
+    except OSError:
+        return {}
+    found: dict[str, str] = {}
+    for nodes, how in _TASK_ENDED.findall(said):
+        try:
+            found.update(dict.fromkeys(expand(nodes), how))
+        except NodeListError:
+            continue  # some other message of the same shape
+    return found
+
+
+def host_problem(folder: JobFolder, hosts: Iterable[str], problem: str) -> HostStartError:
+    """Return the error that says ``problem`` of ``hosts``, with the last lines of their logs."""
+    failed = failed_hosts(folder)
+    ended = "".join(f"\n  the task of {host} has ended: {failed[host]}" for host in hosts if host in failed)
+    return HostStartError(f"{problem}{ended}{_quote_hosts(folder, hosts)}")
+
+
+def why_ended(folder: JobFolder, status: JobStatus) -> JobError:
+    """Return the error that says why a job ended without an exit code of its program."""
+    if not folder.batch_log.exists():  # slurmd makes it before anything runs
+        if not status.exit_code:
+            return JobEndedError(str(status))
+        return JobFolderError(
+            f"{status}, and Slurm wrote nothing into {folder.path}: if the job did start, its node cannot write there; "
+            "choose a folder on a file system that all nodes share (log_dir)"
+        )
+    text = f"{status}; its files are in {folder.path}"
+    if said := tail(folder.batch_log):
+        text += f"\n  last lines of {folder.batch_log.name}:\n{said}"
+    return JobEndedError(text + _quote_hosts(folder, failed_hosts(folder)))
+
+
+def _quote_hosts(folder: JobFolder, hosts: Iterable[str]) -> str:
+    text = ""
+    for host in list(hosts)[:MAX_QUOTED_HOSTS]:
+        if said := tail(folder.host_log(host)):
+            text += f"\n  last lines of logs/{host}.log:\n{said}"
+    return text

@@ -1,0 +1,130 @@
+"""The folder of one job: everything about it that a person or another process may want to read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from monarch_slurm.job.errors import JobFolderError
+
+FOLDER_VARIABLE = "MONARCH_SLURM_JOB_FOLDER"
+"""Environment variable of every process of a job: its folder."""
+_FORBIDDEN = re.compile(r"[%\\\n\r]")
+
+
+@dataclass(frozen=True)
+class JobFolder:
+    """Where the files of one job are; readable by its owner alone.
+
+    ``submission.sh`` is what Slurm was given, ``batch.log`` what Slurm and srun said, ``controller.log`` what the
+    controller's program printed, ``logs/NODE.log`` what each host printed, ``exit_code`` the program's exit code.
+    """
+
+    path: Path
+
+    @staticmethod
+    def create(base: Path, job_name: str) -> JobFolder:
+        """Make a new folder in ``base`` with a name that tells when and what.
+
+        Raises:
+            JobFolderError: it cannot be made, or Slurm could not take its path.
+        """
+        base = base.expanduser().absolute()
+        if _FORBIDDEN.search(str(base)):
+            raise JobFolderError(f"{str(base)!r}: Slurm gives '%' and '\\' in a path a meaning; choose another folder")
+        label = re.sub(r"[^A-Za-z0-9._-]+", "_", job_name)[:40]
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            path = Path(tempfile.mkdtemp(prefix=f"{time.strftime('%Y%m%d-%H%M%S')}-{label}-", dir=base))
+            folder = JobFolder(path)
+            folder.logs.mkdir()
+        except OSError as error:
+            raise JobFolderError(f"cannot make a folder for the job in {base}: {error.strerror}") from None
+        return folder
+
+    def remove(self) -> None:
+        """Remove the folder and all that is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def link_as(self, name: str) -> None:
+        """Make the folder known as ``name``, too, beside it."""
+        link = self.path.parent / name
+        with contextlib.suppress(FileExistsError):  # a cluster that counts its jobs from 1 again
+            link.symlink_to(self.path.name)
+
+    @property
+    def submission_script(self) -> Path:  # noqa: D102
+        return self.path / "submission.sh"
+
+    @property
+    def submitit(self) -> Path:
+        """Folder of submitit's own files: the pickled call, the results."""
+        return self.path / "submitit"
+
+    @property
+    def batch_log(self) -> Path:  # noqa: D102
+        return self.path / "batch.log"
+
+    @property
+    def controller_log(self) -> Path:  # noqa: D102
+        return self.path / "controller.log"
+
+    @property
+    def controller_file(self) -> Path:
+        """Where the controller says how to reach it, as long as it lives."""
+        return self.path / "controller.json"
+
+    @property
+    def exit_code_file(self) -> Path:  # noqa: D102
+        return self.path / "exit_code"
+
+    @property
+    def job_pickle(self) -> Path:
+        """The job object for the program that runs inside of the job."""
+        return self.path / "job.pkl"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the hosts' logs."""
+        return self.path / "logs"
+
+    def host_log(self, name: str) -> Path:
+        """Return the path of the log of host ``name``."""
+        return self.logs / f"{name}.log"
+
+    def exit_code(self) -> int | None:
+        """Return the exit code of the controller's program; None if it has not ended, or has never run."""
+        try:
+            return int(self.exit_code_file.read_text())
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def write_exit_code(self, code: int) -> None:
+        """Tell that the controller's program has ended; to be seen on every node, also after a crash."""
+        write_whole(self.exit_code_file, f"{code}\n".encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write ``path`` (mode 0600) so that a reader sees the whole content or the old one, even after a power loss."""
+    fd, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def tail(path: Path, lines: int = 12) -> str:
+    """Return the last ``lines`` lines of ``path``, indented; an empty text if there is no such file."""
+    try:
+        with open(path, errors="replace") as file:
+            return "".join(f"    {line.rstrip()}\n" for line in deque(file, maxlen=lines)).rstrip("\n")
+    except OSError:
+        return ""

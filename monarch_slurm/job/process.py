@@ -1,0 +1,154 @@
+"""Hosts that are processes of this machine: what a cluster looks like to a program, without a cluster."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from monarch_slurm.job.base import JobState, JobTrait, Script, check_meshes
+from monarch_slurm.job.errors import HostsTakenError, JobError
+from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder, tail
+from monarch_slurm.job.processes import end_processes, find_processes
+from monarch_slurm.job.task import CLIENT_WAIT
+
+KILL_GRACE = 1.0
+"""Seconds between SIGTERM and SIGKILL for the processes of a host."""
+
+
+class LostHostsError(JobError, RuntimeError):
+    """Apply the job again: processes that were its hosts have ended."""
+
+
+class ProcessJob(JobTrait):
+    """A job whose hosts are child processes, each with a session and a host agent of its own.
+
+    The hosts end with their controller, which is the process that calls `state`. A job that was only applied can be
+    dumped for another program to use, which must come for it within `CLIENT_WAIT` seconds.
+
+    Args:
+        meshes: name and number of hosts of each mesh.
+        env: variables to set in the hosts' environment.
+    """
+
+    def __init__(self, meshes: dict[str, int], env: dict[str, str] | None = None) -> None:
+        super().__init__()
+        self._meshes = check_meshes(meshes)
+        self._env = dict(env or {})
+        self._folder: JobFolder | None = None
+        self._agents: dict[str, tuple[int, float]] = {}  # host: pid and start time
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._dumped = False
+        self._connected: JobState | None = None
+
+    def _create(self, client_script: Script | None) -> None:
+        if client_script is not None:
+            raise RuntimeError("a ProcessJob takes no client script: run the program, and have it call state()")
+        self._folder = folder = JobFolder(Path(tempfile.mkdtemp(prefix=f"ms-{os.getuid()}-job-")))
+        folder.logs.mkdir()
+        runtime = folder.path / "run"
+        runtime.mkdir(mode=0o700)
+        for name in self._host_names():
+            env = {**os.environ, "MONARCH_SLURM_MESH_ORPHAN_TIMEOUT": str(CLIENT_WAIT), **self._env}
+            env |= {FOLDER_VARIABLE: str(folder.path), "MONARCH_SLURM_RUNTIME_DIR": str(runtime)}
+            command = [sys.executable, "-m", "monarch_slurm.host", "--folder", str(folder.path), "--name", name]
+            with open(folder.host_log(name), "ab") as log:
+                process = subprocess.Popen(
+                    command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+            self._children.append(process)
+            self._agents[name] = (process.pid, psutil.Process(process.pid).create_time())
+        atexit.register(self._clean_up, os.getpid())
+
+    def _host_names(self) -> Iterator[str]:
+        for mesh, size in self._meshes.items():
+            for index in range(size):
+                yield f"{mesh}-{index}"
+
+    def _state(self) -> JobState:
+        if self._connected is not None:
+            return self._connected
+        assert self._folder is not None
+        from monarch_slurm.config import settings
+        from monarch_slurm.controller import gather_hosts, publish
+
+        self._check_agents()
+        if self._folder.controller_file.exists():
+            raise HostsTakenError("the hosts of this job already serve another program; apply a job of your own")
+        publish(self._folder.path, address="127.0.0.1")
+        meshes = {}
+        for mesh, size in self._meshes.items():
+            names = [f"{mesh}-{index}" for index in range(size)]
+            meshes[mesh] = gather_hosts(names, timeout=settings().host_join_timeout)
+        self._connected = JobState(meshes)
+        return self._connected
+
+    def _check_agents(self) -> None:
+        assert self._folder is not None
+        lost = [name for name, agent in self._agents.items() if not _alive(*agent)]
+        if lost:
+            said = tail(self._folder.host_log(lost[0]))
+            quoted = f"; {lost[0]} said last:\n{said}" if said else ""
+            raise LostHostsError(f"lost connection to worker processes: {', '.join(lost)} ended{quoted}")
+
+    def can_run(self, spec: JobTrait) -> bool:
+        """Return whether ``spec`` asks for the same and the hosts live and have not had a controller yet."""
+        return (
+            isinstance(spec, ProcessJob)
+            and (spec._meshes, spec._env) == (self._meshes, self._env)
+            and self._folder is not None
+            and not self._folder.controller_file.exists()
+            and all(_alive(*agent) for agent in self._agents.values())
+        )
+
+    def _kill(self) -> None:
+        if self._connected is not None:
+            self._connected.shutdown()
+        self._end()
+
+    def _end(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is None:
+            return
+        end_processes(lambda: find_processes(folder.path), KILL_GRACE)
+        for child in self._children:
+            child.wait()
+        self._children.clear()
+        shutil.rmtree(folder.path, ignore_errors=True)
+        self._agents.clear()
+        self._connected = None
+
+    def _clean_up(self, creator: int) -> None:
+        """Kill the hosts when the program ends, unless it has left them to another one."""
+        if os.getpid() != creator or (self._dumped and self._connected is None):
+            return
+        if self._connected is not None:
+            from monarch_slurm.actor import shutdown_context
+
+            shutdown_context()  # the client does so itself, but perhaps only after this
+        self._end()
+
+    def dumps(self) -> bytes:  # noqa: D102
+        self._dumped = True
+        return super().dumps()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_connected": None, "_children": []}
+
+    def __repr__(self) -> str:
+        return f"ProcessJob({self._meshes!r}{', active' if self.active else ''})"
+
+
+def _alive(pid: int, started: float) -> bool:
+    try:
+        process = psutil.Process(pid)
+        return bool(process.create_time() == started and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,75 @@
+"""The processes of one job on this machine: found by their environment, ended as a whole.
+
+A process keeps the environment that it was started with and hands it on, whatever session or parent it has by then, so
+that also orphans are found.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from monarch_slurm.job.folder import FOLDER_VARIABLE
+
+_POLL_SECONDS = 0.02
+
+
+def find_processes(folder: Path) -> set[int]:
+    """Return the pids of this user's living processes on this machine that belong to the job in ``folder``.
+
+    The calling process and its ancestors are left out.
+    """
+    wanted = f"{FOLDER_VARIABLE}={folder}".encode()
+    spared = _ancestors()
+    found = set()
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal() and int(entry.name) not in spared and wanted in _environment(int(entry.name)):
+            found.add(int(entry.name))
+    return found
+
+
+def end_processes(find: Callable[[], Collection[int]], grace: float) -> None:
+    """Ask the processes that ``find`` returns to end, and kill those that still live after ``grace`` seconds.
+
+    Looks again until none is left, for a process may start others until it is gone.
+    """
+    for pid in find():
+        _signal(pid, signal.SIGTERM)
+    deadline = time.monotonic() + grace
+    while find() and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    while pids := find():
+        for pid in pids:
+            _signal(pid, signal.SIGKILL)
+        time.sleep(_POLL_SECONDS)
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return  # gone by itself
+
+
+def _environment(pid: int) -> set[bytes]:
+    """Return the environment of a process of ours; empty for others, for zombies and for those that just ended."""
+    try:
+        return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    except OSError:
+        return set()
+
+
+def _ancestors() -> set[int]:
+    found = set()
+    pid = os.getpid()
+    while pid > 0:
+        found.add(pid)
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            break
+        pid = int(status.split("PPid:", 1)[1].split(None, 1)[0])
+    return found

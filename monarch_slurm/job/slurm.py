@@ -1,0 +1,299 @@
+"""Hosts from Slurm: one allocation whose nodes run the host agents."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import re
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from monarch_slurm.job.address import find_address
+from monarch_slurm.job.allocation import SlurmAllocation
+from monarch_slurm.job.base import BatchJob, JobState, JobTrait, Script, check_meshes, program_arguments
+from monarch_slurm.job.diagnosis import failed_hosts, host_problem, why_ended
+from monarch_slurm.job.errors import (
+    HostsTakenError,
+    JobEndedError,
+    JobError,
+    JobNotFoundError,
+    JobSpecError,
+    SlurmUnreachableError,
+)
+from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder, write_whole
+from monarch_slurm.job.follow import follow_job, print_notice
+from monarch_slurm.job.nodelist import expand
+from monarch_slurm.job.status import JobStatus, Phase, query, run_command, wait_for_start
+from monarch_slurm.job.submission import SlurmRequest, default_python, render, submit
+from monarch_slurm.job.task import BATCH_VARIABLE
+
+if TYPE_CHECKING:
+    from monarch_slurm.actor import HostMesh
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_LOG_DIR = "runs"
+
+
+class SlurmJob(JobTrait):
+    """A job whose hosts are the nodes of one allocation of Slurm.
+
+    With a client script, the script runs on the head node of the allocation as the controller, and the job ends with
+    it: ``SlurmJob({"hosts": 4}).apply("python train.py")``. Without one, the program that calls `state` is the
+    controller, wherever it runs, and the nodes must be able to dial it; they give up after `CLIENT_WAIT` seconds.
+
+    The job goes on when a node other than the head is lost. Everything about it is in `folder`.
+
+    Args:
+        meshes: name and number of nodes of each mesh; nodes are dealt out in this order.
+        python_exe: command that starts Python on the nodes, in shell words; None takes the Python that runs here.
+        slurm_args: further options of sbatch, as on its command line; they win over the others.
+        job_name: Slurm's name of the job.
+        ntasks_per_node: CPUs are asked for as this many tasks of ``cpus_per_task`` would; one agent runs per node.
+        time_limit: as ``sbatch --time`` takes it; None leaves it to the partition. About a minute before the end the
+            client script gets SIGTERM.
+        log_dir: folder in which the job's folder is made; all nodes must see it.
+        exclusive: whether the nodes are for this job alone.
+        mem: memory per node, such as ``"200G"``.
+        job_start_timeout: seconds that `state` waits in the queue; None waits without limit.
+        address: what others dial on each machine of the job: interface, network or IP address; None takes the one that
+            reaches the others.
+        setup: shell lines for the head node before the agents start, such as ``module load rocm``.
+        requeue: whether the job starts again from the beginning after its head node is lost, on what nodes there are.
+        bind_to: an IP address; the same as ``address``.
+        monarch_port: ignored: ports are chosen by the system, so that jobs on one node cannot collide.
+        out_of_cluster: ignored: agents dial the controller, so there is no gateway to choose.
+        attach_to: ignored, likewise.
+
+    Raises:
+        JobSpecError: an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        meshes: dict[str, int],
+        python_exe: str | None = None,
+        slurm_args: Sequence[str] = (),
+        monarch_port: int = 0,
+        job_name: str = "monarch_job",
+        ntasks_per_node: int = 1,
+        time_limit: str | None = None,
+        partition: str | None = None,
+        log_dir: str | None = None,
+        exclusive: bool = True,
+        gpus_per_node: int | None = None,
+        cpus_per_task: int | None = None,
+        mem: str | None = None,
+        job_start_timeout: float | None = None,
+        account: str | None = None,
+        qos: str | None = None,
+        out_of_cluster: bool = False,
+        attach_to: str | None = None,
+        bind_to: str | None = None,
+        *,
+        address: str | None = None,
+        setup: Sequence[str] = (),
+        requeue: bool = False,
+    ) -> None:
+        super().__init__()
+        self._meshes = check_meshes(meshes)
+        if ntasks_per_node < 1:
+            raise JobSpecError(f"ntasks_per_node is {ntasks_per_node}; at least 1 expected")
+        if ntasks_per_node > 1:
+            cpus_per_task = ntasks_per_node * (cpus_per_task or 1)
+        if bind_to is not None:
+            address = str(ipaddress.ip_address(bind_to))
+        self._request = SlurmRequest(
+            nodes=sum(self._meshes.values()),
+            job_name=job_name,
+            python=python_exe or default_python(),
+            slurm_args=tuple(slurm_args),
+            time_limit=None if time_limit is None else str(time_limit),
+            partition=partition,
+            exclusive=exclusive,
+            gpus_per_node=gpus_per_node,
+            cpus_per_task=cpus_per_task,
+            mem=mem,
+            account=account,
+            qos=qos,
+            setup=tuple(setup),
+            requeue=requeue,
+        )
+        self._address = address
+        self._log_dir = Path(log_dir or DEFAULT_LOG_DIR)
+        self._start_timeout = job_start_timeout
+        self._job_id: int | None = None
+        self._folder: JobFolder | None = None
+        self._connected: JobState | None = None
+
+    @property
+    def job_id(self) -> int:
+        """Slurm's number of the job.
+
+        Raises:
+            JobError: it has not been submitted.
+        """
+        if self._job_id is None:
+            raise JobError("this job has not been submitted; call apply() or state() first")
+        return self._job_id
+
+    @property
+    def folder(self) -> Path:
+        """The job's folder.
+
+        Raises:
+            JobError: it has not been submitted.
+        """
+        return self._job_folder.path
+
+    @property
+    def _job_folder(self) -> JobFolder:
+        if self._folder is None:
+            raise JobError("this job has not been submitted; call apply() or state() first")
+        return self._folder
+
+    def script(self) -> str:
+        """Return the script that would be submitted, with ``JOB_FOLDER`` for the folder that is made then.
+
+        Raises:
+            NoSlurmError: Slurm's commands are not here.
+        """
+        return render(self._request, JobFolder(self._log_dir.absolute() / "JOB_FOLDER"))
+
+    def status(self) -> JobStatus:
+        """Return what Slurm says about the job now.
+
+        Raises:
+            JobNotFoundError, SlurmUnreachableError, NoSlurmError
+        """
+        return query(self.job_id)
+
+    def follow(self, out: TextIO) -> int:
+        """Copy the client script's output to ``out`` until the job has ended; return its exit code.
+
+        Raises:
+            JobEndedError: the job ended, and its client script did not by itself. The text says why.
+        """
+        return follow_job(self.job_id, self._job_folder, out)
+
+    def _create(self, client_script: Script | None) -> None:
+        program = None if client_script is None else program_arguments(client_script, self._request.python)
+        folder = JobFolder.create(self._log_dir, self._request.job_name)
+        self._folder = folder
+        try:
+            write_whole(folder.job_pickle, BatchJob(self).dumps())
+            self._job_id = submit(self._request, folder, program, self._address)
+        except JobError:
+            self._folder = None
+            folder.remove()
+            raise
+        folder.link_as(str(self._job_id))
+
+    def _state(self) -> JobState:
+        if self._connected is None:
+            self._connected = self._connect()
+        return self._connected
+
+    def _connect(self) -> JobState:
+        from monarch_slurm.controller import publish
+
+        if self._inside():
+            allocation = SlurmAllocation.from_env()
+            names, toward = list(allocation.nodes), allocation.launch_address
+        else:
+            names = expand(self._wait_for_start().nodes)
+            toward = node_address(names[0])
+        if len(names) != self._request.nodes:
+            raise JobError(f"{self._request.nodes} nodes were asked for, and job {self.job_id} has {len(names)}")
+        if self._job_folder.controller_file.exists():
+            raise HostsTakenError(
+                f"the hosts of job {self.job_id} already serve another program; submit a job of your own"
+            )
+        publish(self._job_folder.path, address=find_address(self._address, toward))
+        meshes = {}
+        for mesh, size in self._meshes.items():
+            meshes[mesh] = self._gather(names[:size])
+            names = names[size:]
+        return JobState(meshes)
+
+    def _wait_for_start(self) -> JobStatus:
+        try:
+            return wait_for_start(self.job_id, self._start_timeout, print_notice)
+        except JobEndedError:
+            raise why_ended(self._job_folder, self.status()) from None
+
+    def _gather(self, names: list[str]) -> HostMesh:
+        """Wait for agents; give up at once when one of them has failed."""
+        from monarch_slurm.config import settings
+        from monarch_slurm.controller import HostsMissingError, gather_hosts
+
+        def still_hope() -> str | None:
+            return "some have failed" if failed_hosts(self._job_folder).keys() & set(names) else None
+
+        try:
+            return gather_hosts(names, timeout=settings().host_join_timeout, still_hope=still_hope)
+        except HostsMissingError as error:
+            failed = [name for name in names if name in failed_hosts(self._job_folder)]
+            problem = f"the agents of {len(failed)} of {len(names)} hosts could not start" if failed else str(error)
+            raise host_problem(self._job_folder, failed or names, problem) from None
+
+    def _inside(self) -> bool:
+        """Return whether this process is the client script of this very job."""
+        return BATCH_VARIABLE in os.environ and os.environ.get(FOLDER_VARIABLE) == str(self.folder)
+
+    def can_run(self, spec: JobTrait) -> bool:
+        """Return whether ``spec`` asks for the same and this job is active and has not had a controller yet."""
+        if not isinstance(spec, SlurmJob) or self._folder is None:
+            return False
+        if (spec._meshes, spec._request, spec._address) != (self._meshes, self._request, self._address):
+            return False
+        if self._folder.controller_file.exists() or not self._folder.path.is_dir():
+            return False
+        try:
+            return self.status().phase in (Phase.WAITING, Phase.RUNNING)
+        except (JobNotFoundError, SlurmUnreachableError):
+            return False
+
+    def _kill(self) -> None:
+        if self._job_id is None or self._inside():
+            return  # inside, the job ends when this program does
+        if self._connected is not None:
+            self._connected.shutdown()
+            self._connected = None
+        done = run_command(["scancel", str(self._job_id)])
+        if done.returncode != 0 and "invalid job id" not in done.stderr.lower():
+            raise SlurmUnreachableError(f"could not cancel job {self._job_id}: {done.stderr.strip()}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_connected": None}
+
+    def __repr__(self) -> str:
+        where = f", job {self._job_id} in {self._folder.path}" if self._folder and self._job_id else ""
+        return f"SlurmJob({self._meshes!r}{where})"
+
+
+def node_address(name: str) -> str:
+    """Return the IP address at which Slurm itself reaches a node.
+
+    Raises:
+        JobError: Slurm does not know the node, or its address cannot be resolved here.
+    """
+    answer = run_command(["scontrol", "show", "node", "-o", name]).stdout
+    match = re.search(r"\bNodeAddr=(\S+)", answer)
+    if match is None:
+        raise JobError(f"Slurm does not tell the address of node {name}; give the job an address=")
+    try:
+        return str(socket.getaddrinfo(match.group(1), None, type=socket.SOCK_DGRAM)[0][4][0])
+    except socket.gaierror as error:
+        raise JobError(
+            f"node {name} has the address {match.group(1)}, which cannot be resolved here ({error.strerror}); give the "
+            "job an address="
+        ) from None
+
+
+def follow(job: SlurmJob, out: TextIO) -> int:
+    """Copy the output of ``job``'s client script to ``out`` until it has ended; see `SlurmJob.follow`."""
+    return job.follow(out)

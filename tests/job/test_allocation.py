@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from monarch_slurm.job import AddressError, AllocationError, NodeListError, SlurmAllocation, find_address
+
+STEP = {
+    "SLURM_JOB_ID": "12",
+    "SLURM_JOB_NODELIST": "rack[1-2]n[01-02]",
+    "SLURM_JOB_NUM_NODES": "4",
+    "SLURM_NODEID": "1",
+    "SLURMD_NODENAME": "rack1n02",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+}
+
+
+def test_an_allocation_is_read_from_the_environment() -> None:
+    allocation = SlurmAllocation.from_env(STEP)
+    assert allocation.nodes == ("rack1n01", "rack1n02", "rack2n01", "rack2n02")
+    assert (allocation.job_id, allocation.node_id, allocation.node_name) == (12, 1, "rack1n02")
+    assert not allocation.is_head
+    assert (allocation.launch_address, allocation.restarts) == ("10.0.0.1", 0)
+
+
+def test_a_batch_script_runs_on_the_head() -> None:
+    batch = {name: value for name, value in STEP.items() if name not in ("SLURM_NODEID", "SLURM_LAUNCH_NODE_IPADDR")}
+    allocation = SlurmAllocation.from_env({**batch, "SLURM_RESTART_COUNT": "2"})
+    assert allocation.is_head
+    assert (allocation.launch_address, allocation.restarts) == ("", 2)
+
+
+@pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURMD_NODENAME"])
+def test_outside_of_a_job_the_error_says_what_is_missing(missing: str) -> None:
+    with pytest.raises(AllocationError, match=f"not in a job of Slurm: {missing} is not set"):
+        SlurmAllocation.from_env({name: value for name, value in STEP.items() if name != missing})
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"SLURM_JOB_NUM_NODES": "5"}, "names 4 nodes.*SLURM_JOB_NUM_NODES"),
+        ({"SLURMD_NODENAME": "login1"}, "login1, is not in"),
+        ({"SLURM_NODEID": "x"}, "makes no sense"),
+    ],
+)
+def test_an_allocation_that_contradicts_itself_is_refused(change: dict[str, str], match: str) -> None:
+    with pytest.raises(AllocationError, match=match):
+        SlurmAllocation.from_env({**STEP, **change})
+
+
+def test_a_node_list_that_cannot_be_read_is_refused() -> None:
+    with pytest.raises(NodeListError):
+        SlurmAllocation.from_env({**STEP, "SLURM_JOB_NODELIST": "n[1-2"})
+
+
+@pytest.mark.parametrize("option", ["lo", "127.0.0.0/8", "127.0.0.1", None])
+def test_an_address_is_one_of_this_machine(option: str | None) -> None:
+    assert find_address(option, "127.0.0.1") == "127.0.0.1"
+
+
+def test_no_hostname_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("looked up")
+
+    for name in ("getaddrinfo", "gethostbyname", "getfqdn"):
+        monkeypatch.setattr(socket, name, fail)
+    assert find_address(None, "127.0.0.1") == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("option", "match"),
+    [
+        ("ib7", "no interface.*lo"),
+        ("203.0.113.0/24", "no address in '203.0.113.0/24'; there are lo"),
+        ("203.0.113.1", "no address"),
+    ],
+)
+def test_an_address_that_is_not_here_is_refused_with_what_is(option: str, match: str) -> None:
+    with pytest.raises(AddressError, match=match):
+        find_address(option, "127.0.0.1")

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from monarch_slurm.job import JobFolderError, JobSpecError, NoSlurmError, SlurmJob, SubmitError
+from monarch_slurm.job.submission import inherited_variables, option_lines
+
+RECORDED = Path(__file__).parent / "recorded"
+FakeSlurm = Callable[..., Path]
+SINFO = "echo 'debug*|4'; echo 'mi300|8'"
+
+JOBS = {
+    "plain": SlurmJob({"hosts": 4}, python_exe="python", log_dir="/shared/runs"),
+    "full": SlurmJob(
+        {"trainers": 3, "spare": 1},
+        python_exe="apptainer exec rocm.sif python",
+        slurm_args=["--constraint=mi300", "-C", "fast fabric", "--comment=two words", "--reservation", "maintenance"],
+        job_name="night run",
+        ntasks_per_node=8,
+        time_limit="2",
+        partition="mi300",
+        log_dir="/shared/my runs",
+        exclusive=False,
+        gpus_per_node=8,
+        cpus_per_task=12,
+        mem="500G",
+        account="physics",
+        qos="high",
+        setup=["module load rocm", "export NCCL_DEBUG=WARN"],
+        requeue=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_script_is_the_recorded_one(name: str, fake_slurm: FakeSlurm, request: pytest.FixtureRequest) -> None:
+    fake_slurm()
+    path = RECORDED / f"{name}.sh"
+    if request.config.getoption("--update"):
+        path.write_text(JOBS[name].script())
+    assert JOBS[name].script() == path.read_text()
+
+
+def test_options_are_taken_as_on_the_command_line() -> None:
+    assert option_lines(["--exclude=n1", "-C", "a&b", "-w n[1-2]", "--comment=a b"]) == [
+        "--exclude=n1",
+        "-C 'a&b'",
+        "-w 'n[1-2]'",
+        "'--comment=a b'",
+    ]
+
+
+@pytest.mark.parametrize("arguments", [["mi300"], ["--x=1", "2"], ["-C", "a", "b"], ["--a\n#SBATCH -N9"]])
+def test_a_value_without_option_is_not_dropped_in_silence(arguments: list[str]) -> None:
+    with pytest.raises(JobSpecError):
+        option_lines(arguments)
+
+
+def test_what_an_enclosing_job_has_set_is_not_inherited() -> None:
+    inside = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_CPU_BIND": "x",
+        "SLURM_MEM_PER_NODE": "1",
+        "SRUN_CPUS_PER_TASK": "1",
+        "SBATCH_MEM_BIND": "x",
+        "PMIX_RANK": "0",
+        "SUBMITIT_FOLDER": "x",
+        "MONARCH_SLURM_JOB_FOLDER": "x",
+        "SLURM_CONF": "/etc/slurm.conf",
+        "SBATCH_ACCOUNT": "physics",
+        "PATH": "/bin",
+    }
+    kept = {"SLURM_CONF", "SBATCH_ACCOUNT", "PATH"}
+    assert set(inherited_variables(inside)) == set(inside) - kept
+    outside = {name: value for name, value in inside.items() if name != "SLURM_JOB_ID"}
+    assert inherited_variables(outside) == []
+
+
+def test_sbatch_sees_a_scrubbed_environment(
+    fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = tmp_path / "seen"
+    fake_slurm(sinfo=SINFO, sbatch=f"env > {seen}; echo Submitted batch job 12")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_CPU_BIND", "none")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    job = SlurmJob({"hosts": 2})
+    job.apply("python train.py")
+    assert job.job_id == 12
+    names = {line.partition("=")[0] for line in seen.read_text().splitlines()}
+    assert "SLURM_CONF" in names
+    assert not names & {"SLURM_JOB_ID", "SLURM_CPU_BIND"}
+
+
+def test_the_folder_of_a_job_can_be_read_by_its_owner_alone(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    fake_slurm(sinfo=SINFO, sbatch="echo Submitted batch job 12")
+    job = SlurmJob({"hosts": 2}, job_name="my run/№1")
+    job.apply(["python", "train.py"])
+    assert job.folder.parent == tmp_path / "runs"
+    assert job.folder.stat().st_mode & 0o077 == 0
+    assert "my_run_1" in job.folder.name
+    assert (tmp_path / "runs" / "12").resolve() == job.folder
+    assert "#SBATCH --nodes=2" in (job.folder / "submission.sh").read_text()
+
+
+def test_a_refused_job_leaves_nothing_and_says_what_slurm_said(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    fake_slurm(sinfo=SINFO, sbatch="echo 'sbatch: error: invalid partition specified: nope' >&2; exit 1")
+    job = SlurmJob({"hosts": 2}, partition="nope")
+    with pytest.raises(SubmitError, match=r"invalid partition specified: nope.*debug\* \(4 nodes\), mi300 \(8 nodes\)"):
+        job.apply("python train.py")
+    assert list((tmp_path / "runs").iterdir()) == []
+    assert not job.active
+
+
+def test_more_nodes_than_the_partition_has_are_refused_before_they_wait_for_ever(fake_slurm: FakeSlurm) -> None:
+    fake_slurm(sinfo=SINFO, sbatch="echo Submitted batch job 12")
+    with pytest.raises(SubmitError, match=r"9 nodes asked for, more than partition mi300 has"):
+        SlurmJob({"hosts": 9}, partition="mi300").apply()
+    with pytest.raises(SubmitError, match=r"5 nodes asked for, more than partition debug has"):
+        SlurmJob({"hosts": 5}).apply()
+    SlurmJob({"hosts": 8}, partition="debug,mi300").apply()
+
+
+def test_without_slurm_the_error_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NoSlurmError, match="sbatch, srun, squeue, scancel not on PATH"):
+        SlurmJob({"hosts": 1}).apply()
+
+
+@pytest.mark.parametrize("limit", ["banana", "1h", "10:", "-5", "", "1-", "1:2:3:4"])
+def test_a_bad_time_limit_is_refused(limit: str) -> None:
+    with pytest.raises(JobSpecError, match="time limit"):
+        SlurmJob({"hosts": 1}, time_limit=limit)
+
+
+@pytest.mark.parametrize("limit", ["90", "10:30", "1:00:00", "2-12", "2-12:30", "1-0:0:0", "UNLIMITED"])
+def test_a_time_limit_is_written_as_slurm_writes_it(limit: str) -> None:
+    SlurmJob({"hosts": 1}, time_limit=limit)
+
+
+@pytest.mark.parametrize("meshes", [{}, {"a": 0}, {"a": -1}, {"a": True}, {"a b": 1}, {"_a": 1}])
+def test_meshes_need_names_and_sizes(meshes: dict[str, int]) -> None:
+    with pytest.raises(JobSpecError):
+        SlurmJob(meshes)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    fake_slurm(sinfo=SINFO)
+    (tmp_path / "file").touch()
+    with pytest.raises(JobFolderError, match="cannot make a folder"):
+        SlurmJob({"hosts": 1}, log_dir=str(tmp_path / "file" / "runs")).apply()
+    with pytest.raises(JobFolderError, match="another folder"):
+        SlurmJob({"hosts": 1}, log_dir=str(tmp_path / "100%")).apply()
+
+
+def test_keywords_of_monarch_are_taken() -> None:
+    job = SlurmJob({"hosts": 1}, monarch_port=22222, out_of_cluster=True, attach_to="x", bind_to="10.0.0.1")
+    assert "SlurmJob" in repr(job)

@@ -1,0 +1,81 @@
+"""The nodes of the test cluster, and what can be done to them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "slurm_cluster.sh"
+DEADLINE = 90.0
+
+
+def wait_until(condition: Callable[[], object], what: str, seconds: float = DEADLINE) -> None:
+    """Return when ``condition`` holds; fail when it does not within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:g} s in vain for: {what}"
+        time.sleep(0.05)
+
+
+class Cluster:
+    """Four nodes, n1 to n4, and what can be done to them."""
+
+    nodes = ("n1", "n2", "n3", "n4")
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.env = {**os.environ, "SLURM_LOCAL_DIR": str(folder)}
+        self._hurt: set[str] = set()
+        self.losses = 0
+
+    def call(self, *arguments: str) -> str:
+        """Run tests/slurm_cluster.sh; return its output."""
+        done = subprocess.run(["bash", str(SCRIPT), *arguments], env=self.env, capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.fail(f"slurm_cluster.sh {' '.join(arguments)}: {done.stderr}\n{done.stdout}", pytrace=False)
+        return done.stdout
+
+    def cut(self, node: str) -> None:
+        """Unplug the network of ``node``; its processes live on."""
+        self._hurt.add(node)
+        self.losses += 1
+        self.call("cut", node)
+
+    def kill(self, node: str) -> None:
+        """Take the power of ``node``."""
+        self._hurt.add(node)
+        self.losses += 1
+        self.call("kill", node)
+
+    def heal(self, *nodes: str) -> None:
+        """Bring nodes back: those named, or all that a test has hurt."""
+        for node in nodes or sorted(self._hurt):
+            self.call("heal", node)
+        self._hurt -= set(nodes or self._hurt)
+
+    def run(self, *command: str) -> str:
+        """Run a command of Slurm; return its output."""
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def processes(self, node: str) -> list[str]:
+        """Return the command lines of what is ours in ``node``."""
+        found = []
+        for pid in self.call("pids", node).split():
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue  # it ended meanwhile
+            if "monarch" in line or "submitit" in line or "slurmstepd" in line:
+                found.append(line)
+        return found
+
+    def is_idle(self) -> bool:
+        """Return whether no node has a job or a problem."""
+        states = self.run("sinfo", "-h", "-N", "-o", "%T").split()
+        return states == ["idle"] * len(self.nodes) and not self.run("squeue", "-h").strip()

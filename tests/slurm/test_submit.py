@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slurm_nodes import Cluster, wait_until
+
+from monarch_slurm.job import (
+    JobEndedError,
+    JobError,
+    JobFolderError,
+    JobStartTimeoutError,
+    Phase,
+    SlurmJob,
+    SubmitError,
+    follow,
+)
+
+Program = Callable[[str], list[str]]
+
+
+def run(job: SlurmJob, script: list[str] | str) -> tuple[int, str]:
+    job.apply(script)
+    out = io.StringIO()
+    return follow(job, out), out.getvalue()
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_the_jobs_exit_code_is_the_programs(cluster: Cluster, code: int) -> None:
+    job = SlurmJob({"hosts": 4})
+    assert run(job, ["bash", "-c", f"hostname; exit {code}"]) == (code, "n1\n")
+    wait_until(lambda: job.status().phase is Phase.ENDED, "end of the job")
+    status = job.status()
+    assert status.exit_code == code
+    assert status.state == ("COMPLETED" if code == 0 else "FAILED")
+
+
+def test_a_folder_with_blanks_and_quotes_and_all_options_are_taken(cluster: Cluster, tmp_path: Path) -> None:
+    job = SlurmJob(
+        {"hosts": 2},
+        slurm_args=["--comment=two words", "-w", "n[3-4]"],
+        job_name="night run",
+        ntasks_per_node=2,
+        cpus_per_task=3,
+        gpus_per_node=2,
+        mem="1G",
+        time_limit="5",
+        partition="debug",
+        log_dir=str(tmp_path / "it's here"),
+        exclusive=False,
+        setup=["export MARK='set up'"],
+    )
+    code, out = run(job, ["bash", "-c", "hostname; echo $MARK $SLURM_CPUS_PER_TASK $CUDA_VISIBLE_DEVICES"])
+    assert (code, out) == (0, "n3\nset up 6 0,1\n")
+    assert "Comment=two words" in cluster.run("scontrol", "show", "job", str(job.job_id))
+    assert {path.name for path in (job.folder / "logs").iterdir()} == {"n3.log", "n4.log"}
+
+
+def test_a_job_submitted_from_inside_of_a_job_is_not_shaped_by_it(cluster: Cluster, program: Program) -> None:
+    command = program(
+        "import sys\n"
+        "from monarch_slurm.job import SlurmJob, follow\n"
+        "job = SlurmJob({'hosts': 1}, exclusive=False, slurm_args=['-w', 'n2'])\n"
+        "job.apply(['bash', '-c', 'env | grep -E ^SLURM_\\\\|^SRUN_'])\n"
+        "sys.exit(follow(job, sys.stdout))\n"
+    )
+    outer = ["srun", "-N1", "-w", "n1", "--mem=100M", "--cpus-per-task=3", "--time=7", *command]
+    inner = dict(line.split("=", 1) for line in cluster.run(*outer).splitlines())
+    assert inner["SLURMD_NODENAME" if "SLURMD_NODENAME" in inner else "SLURM_JOB_NODELIST"] == "n2"
+    assert not {"SLURM_CPUS_PER_TASK", "SLURM_MEM_PER_NODE", "SRUN_CPUS_PER_TASK"} & set(inner)
+
+
+SAVES = """
+import signal, sys
+
+def save(*_):
+    print("saved", flush=True)
+    sys.exit(9)
+
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_cancelling_ends_everything(cluster: Cluster, program: Program) -> None:
+    job = SlurmJob({"hosts": 4})
+    job.apply(program(SAVES))
+    log = job.folder / "controller.log"
+    wait_until(lambda: log.exists() and "up" in log.read_text(), "the program")
+    job.kill()
+    wait_until(lambda: job.status().phase is Phase.ENDED, "end of the job")
+    assert job.status().state == "CANCELLED"
+    assert log.read_text() == "up\nsaved\n"
+    assert follow(job, io.StringIO()) == 9
+
+
+def test_a_job_cancelled_in_the_queue_is_told(cluster: Cluster) -> None:
+    job = SlurmJob({"hosts": 1}, slurm_args=["--hold"])
+    job.apply("true")
+    job.kill()
+    with pytest.raises(JobEndedError, match=f"job {job.job_id} is CANCELLED"):
+        follow(job, io.StringIO())
+
+
+@pytest.mark.slow
+def test_the_time_limit_is_announced_to_the_program(cluster: Cluster, program: Program) -> None:
+    job = SlurmJob({"hosts": 2}, time_limit="1")
+    assert run(job, program(SAVES)) == (9, "up\nsaved\n")
+
+
+def test_a_partition_that_is_not_there(cluster: Cluster) -> None:
+    with pytest.raises(SubmitError, match=r"invalid partition specified: nope.*debug\* \(4 nodes\)"):
+        SlurmJob({"hosts": 1}, partition="nope").apply("true")
+
+
+def test_more_nodes_than_there_are(cluster: Cluster) -> None:
+    with pytest.raises(SubmitError, match=r"5 nodes asked for, more than partition debug has; .*debug\* \(4 nodes\)"):
+        SlurmJob({"hosts": 5}).apply("true")
+
+
+def test_more_gpus_than_a_node_has(cluster: Cluster) -> None:
+    with pytest.raises(SubmitError, match=r"Requested node configuration is not available.*9 GPUs"):
+        SlurmJob({"hosts": 1}, gpus_per_node=9).apply("true")
+
+
+def test_an_option_that_sbatch_does_not_know(cluster: Cluster) -> None:
+    with pytest.raises(SubmitError, match="unrecognized option '--frob'"):
+        SlurmJob({"hosts": 1}, slurm_args=["--frob"]).apply("true")
+
+
+def test_a_folder_that_nodes_do_not_share(cluster: Cluster) -> None:
+    folder = Path("/dev/shm") / f"ms-test-{os.getpid()}"  # each node has a /dev/shm of its own
+    try:
+        job = SlurmJob({"hosts": 1}, log_dir=str(folder))
+        job.apply("true")
+        with pytest.raises(JobFolderError, match="file system that all nodes share"):
+            follow(job, io.StringIO())
+    finally:
+        subprocess.run(["rm", "-r", str(folder)], check=True)
+
+
+def test_python_that_is_not_there(cluster: Cluster) -> None:
+    job = SlurmJob({"hosts": 2}, python_exe="/no/such/python")
+    job.apply("true")
+    with pytest.raises(JobEndedError, match="No such file or directory"):
+        follow(job, io.StringIO())
+
+
+def test_a_package_that_cannot_be_imported(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path.endswith("site-packages")))
+    job = SlurmJob({"hosts": 2}, setup=["unset PYTHONPATH", "export PYTHONSAFEPATH=1"])
+    job.apply("true")
+    with pytest.raises(JobEndedError, match=r"last lines of logs/n1\.log:(.|\n)*No module named 'monarch_slurm'"):
+        follow(job, io.StringIO())
+
+
+def test_waiting_in_the_queue_can_be_limited(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    job = SlurmJob({"hosts": 1}, slurm_args=["--hold"], job_start_timeout=1)
+    with pytest.raises(JobStartTimeoutError, match=r"JobHeldUser.*stays in the queue"):
+        job.state(None)
+    assert "the job is held" in capsys.readouterr().err
+    assert job.status().state == "PENDING"
+    job.kill()
+
+
+def test_a_job_that_was_not_submitted_has_no_number() -> None:
+    with pytest.raises(JobError, match="call apply"):
+        _ = SlurmJob({"hosts": 1}).job_id
