@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any, Generic, TypeVar
 
@@ -63,12 +64,12 @@ class ActorMesh(MeshTrait, Generic[A]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        try:
-            attribute = inspect.getattr_static(self._class, name)
-        except AttributeError:
-            raise AttributeError(f"{self._class.__qualname__!r} has no endpoint or method {name!r}") from None
+        actor_class: Any = self._class
+        attribute = _attribute(actor_class, name)
         if isinstance(attribute, EndpointProperty):
             return Endpoint(self, name, attribute._method, attribute._explicit_response_port)
+        if attribute is None:
+            raise AttributeError(f"{self._class.__qualname__!r} has no endpoint or method {name!r}")
         if callable(attribute):
             return NotAnEndpoint(self, name)
         raise AttributeError(
@@ -81,6 +82,11 @@ class ActorMesh(MeshTrait, Generic[A]):
     def __repr__(self) -> str:
         sizes = ", ".join(f"{label}={size}" for label, size in self.sizes.items())
         return f"ActorMesh(class={self._class}, shape={{{sizes}}}, name={self._ref.mesh!r})"
+
+
+@functools.lru_cache(maxsize=4096)
+def _attribute(actor_class: type, name: str) -> Any:
+    return inspect.getattr_static(actor_class, name, None)
 
 
 def check_class(actor_class: type) -> None:

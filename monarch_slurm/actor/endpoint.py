@@ -158,7 +158,7 @@ class Endpoint(Generic[R]):
         self._name = name
         self._explicit = explicit
         self._plain = plain
-        self._signature = _signature(method)
+        self._method = method
 
     def call(self, *args: Any, **kwargs: Any) -> Future[ValueMesh[R]]:
         """Send to every actor; the result has one value per rank.
@@ -264,8 +264,10 @@ class Endpoint(Generic[R]):
         self._cast(context().actor_instance.runtime, only, body, port)
 
     def _encode(self, args: Any, kwargs: Any) -> list[Any]:
-        # The checked call has self, and the port where the endpoint asks for one.
-        self._signature.bind(None, *((None,) if self._explicit else ()), *args, **kwargs)
+        hidden = 2 if self._explicit else 1  # self, and the port where the endpoint asks for one
+        signature, least, most = _signature(self._method)
+        if kwargs or not least <= len(args) + hidden <= most:
+            signature.bind(*(None,) * hidden, *args, **kwargs)
         return dumps((args, kwargs))
 
     def _cast(self, runtime: Runtime, only: list[int] | None, body: list[Any], port: PortAddress | None) -> None:
@@ -287,8 +289,15 @@ def _remote_error(frames: Any) -> BaseException:
 
 
 @functools.lru_cache(maxsize=4096)
-def _signature(method: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(method)
+def _signature(method: Callable[..., Any]) -> tuple[inspect.Signature, int, int]:
+    """Return the signature, and how few and how many arguments fit for certain when all are given by place."""
+    signature = inspect.signature(method)
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = signature.parameters.values()
+    if any(p.kind is inspect.Parameter.KEYWORD_ONLY and p.default is p.empty for p in parameters):
+        return signature, 1, 0
+    places = [p for p in parameters if p.kind in by_place]
+    return signature, sum(p.default is p.empty for p in places), len(places)
 
 
 def as_endpoint(not_an_endpoint: Any, *, propagate: Any = None, explicit_response_port: bool = False) -> Endpoint[Any]:

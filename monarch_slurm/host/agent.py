@@ -235,7 +235,7 @@ class Agent:
         self._procs.close()
         self._up.send(Message("bye", CONTROLLER, self._address))
         self._down.close()
-        self._up.close(linger_ms=_FAREWELL_MS)
+        self._up.close(linger_ms=0 if self._exit_code == LEASE_EXPIRED else _FAREWELL_MS)
         self._context.term()
         remove_runtime_dir(self._runtime_dir)
         self._output.flush(timeout=1.0)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import zmq
 
-from monarch_slurm.wire.frames import Message, WireError, decode, encode, pack_sequence, unpack_sequence
+from monarch_slurm.wire.frames import Message, WireError, decode, encode, number_of
 from monarch_slurm.wire.loop import Loop
 from monarch_slurm.wire.pickling import Buffer
 
@@ -20,6 +20,14 @@ FaultHandler = Callable[[str, WireError], None]
 
 SOLE_PEER = ""
 """The name of a DEALER's one peer."""
+
+# As plain numbers: ZeroMQ's are enumerations, whose operators take longer than the calls that they are for.
+_POLLIN = int(zmq.POLLIN)
+_LAST = int(zmq.NOBLOCK)
+_MORE = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
+
+_COPY_BYTES = 64 * 1024
+"""Frames below this size are copied into ZeroMQ, which is quicker than to share them with it."""
 
 _BATCH = 64
 """Messages that are taken from the socket in one go; senders wait for the socket meanwhile."""
@@ -68,18 +76,15 @@ class Link:
         Raises:
             UnknownPeerError: this is a ROUTER and ``peer`` is not connected.
         """
-        frames = encode(message)
         with self._lock:
             if self._closed:
                 return
             number = self._sent.get(peer, 0)
             try:
-                self._send_frames(peer, [pack_sequence(number), *frames])
+                self._send_frames(peer, encode(message, number))
                 self._sent[peer] = number + 1
             finally:
-                waiting = self._readable()
-        if waiting:
-            self._loop.call_soon(self.read)
+                self._look_again()
 
     def connected(self, peer: str) -> bool:
         """Return whether a ROUTER still has a connection to ``peer``; once it has not, `read` sees the last that
@@ -95,9 +100,7 @@ class Link:
             except UnknownPeerError:
                 return False
             finally:
-                waiting = self._readable()
-        if waiting:
-            self._loop.call_soon(self.read)
+                self._look_again()
         return True
 
     def with_socket(self, use: Callable[[zmq.Socket[bytes]], str]) -> str:
@@ -123,27 +126,39 @@ class Link:
 
     def read(self) -> None:
         """Hand on every message that has arrived. On the loop's thread."""
-        while True:
+        drained = False
+        while not drained:
             arrived: list[list[bytes]] = []
             with self._lock:
-                while len(arrived) < _BATCH and not self._closed and self._readable():
-                    arrived.append(self._socket.recv_multipart(zmq.NOBLOCK))
-            if not arrived:
-                return
+                drained = self._closed
+                while not drained and len(arrived) < _BATCH:
+                    try:
+                        arrived.append(self._socket.recv_multipart(_LAST))
+                    except zmq.Again:  # the edge is taken, too: what comes from here on makes a new one
+                        drained = True
             for frames in arrived:
                 self._take(frames)
 
     def _send_frames(self, peer: str, frames: list[Buffer]) -> None:
-        head = [peer.encode()] if self._routes else []
+        send = self._socket.send
         try:
-            self._socket.send_multipart([*head, *frames], zmq.NOBLOCK, copy=False)
+            if self._routes:
+                send(peer.encode(), _MORE)
+            for frame in frames[:-1]:
+                send(frame, _MORE, copy=len(frame) < _COPY_BYTES)
+            send(frames[-1], _LAST, copy=len(frames[-1]) < _COPY_BYTES)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 raise UnknownPeerError(peer) from None
             raise
 
+    def _look_again(self) -> None:
+        """Tell the loop if the touch just made, even a failed one, took the signal of messages that wait."""
+        if self._readable():
+            self._loop.call_soon(self.read)
+
     def _readable(self) -> bool:
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return bool(self._socket.getsockopt(zmq.EVENTS) & _POLLIN)  # type: ignore[operator]
 
     def _take(self, frames: list[bytes]) -> None:
         peer = SOLE_PEER
@@ -157,10 +172,8 @@ class Link:
         self._on_message(peer, message)
 
     def _check(self, peer: str, frames: list[bytes]) -> Message:
-        if len(frames) < 2:
-            raise WireError(f"not a message: {len(frames)} frames")
-        number, expected = unpack_sequence(frames[0]), self._received.get(peer, 0)
+        number, expected = number_of(frames), self._received.get(peer, 0)
         if number != expected:
             raise WireError(f"message {expected} was lost on the way; {number} came instead")
         self._received[peer] = number + 1
-        return decode(frames[1:])
+        return decode(frames)

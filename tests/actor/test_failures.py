@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import Faults
+from recorded_faults import Faults
 from sample_actors import AsyncLog, AsyncParent, BadInit, Caller, Dier, Log, Parent
 from support import DEADLINE, wait_gone, wait_until
 

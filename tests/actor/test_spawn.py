@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Faults
+from recorded_faults import Faults
 from sample_actors import Environment, Log
 from support import DEADLINE, REPOSITORY, Program, wait_until
 

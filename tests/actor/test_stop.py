@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import Faults
+from recorded_faults import Faults
 from sample_actors import AsyncCleaner, Cleaner, Dier, Log, Parent
 from support import DEADLINE, wait_gone, wait_until
 

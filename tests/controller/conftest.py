@@ -2,47 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
-from support import DEADLINE, REPOSITORY, wait_gone
+from job_agents import Agent
+from support import wait_gone
 
 import monarch_slurm.actor as public
 from monarch_slurm.actor import MeshFailure
-
-
-class Agent:
-    """An agent of its own process."""
-
-    def __init__(self, folder: Path, name: str, log: Path, env: dict[str, str]) -> None:
-        self.log = log
-        command = [sys.executable, "-m", "monarch_slurm.host", "--folder", str(folder), "--name", name]
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **env}
-        with open(log, "ab") as output:
-            self.process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-            )
-
-    @property
-    def pid(self) -> int:
-        """The agent itself; ``process`` is its guardian."""
-        (child,) = psutil.Process(self.process.pid).children()
-        return child.pid
-
-    def family(self) -> list[int]:
-        return [self.process.pid, *(child.pid for child in psutil.Process(self.process.pid).children(recursive=True))]
-
-    def wait(self) -> int:
-        return self.process.wait(DEADLINE)
-
-    def text(self) -> str:
-        return self.log.read_text()
 
 
 @pytest.fixture(scope="session", autouse=True)

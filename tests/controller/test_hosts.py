@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 import zmq
-from conftest import Agent
+from job_agents import Agent, Worker
 from support import DEADLINE, REPOSITORY, is_alive, wait_gone, wait_until
 
-from monarch_slurm.actor import Actor, HostMesh, MeshFailure, SupervisionError, endpoint
+from monarch_slurm.actor import HostMesh, MeshFailure, SupervisionError
 from monarch_slurm.controller import (
     FolderError,
     HostsMissingError,
@@ -34,22 +34,6 @@ from monarch_slurm.wire import BindError, JobKeys, read_invitation
 from monarch_slurm.wire.sockets import connect_tcp, make_dealer
 
 QUICK = {"MONARCH_SLURM_HEARTBEAT_INTERVAL": "0.5"}
-
-
-class Worker(Actor):
-    @endpoint
-    def pid(self) -> int:
-        return os.getpid()
-
-    @endpoint
-    def call_other(self, other: Any) -> list[int]:
-        values: list[int] = other.pid.call().get().values()
-        return values
-
-    @endpoint
-    def children(self) -> list[int]:
-        sleep = ["sleep", "1000"]
-        return [subprocess.Popen(sleep).pid, subprocess.Popen(sleep, start_new_session=True).pid]
 
 
 @pytest.fixture
@@ -308,7 +292,7 @@ def test_strangers_get_nothing_parsed_and_disturb_nobody(
     two: tuple[HostMesh, Agent, Agent], folder: Path, caplog: pytest.LogCaptureFixture, failures: list[MeshFailure]
 ) -> None:
     from monarch_slurm.actor.client import client
-    from monarch_slurm.wire.frames import encode, pack_sequence
+    from monarch_slurm.wire.frames import encode
 
     hosts, *_ = two
     procs = hosts.spawn_procs()
@@ -320,7 +304,7 @@ def test_strangers_get_nothing_parsed_and_disturb_nobody(
     host, _, port = invitation.address.removeprefix("tcp://").rpartition(":")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     message = _hello()
-    frames = [pack_sequence(0), *encode(message)]
+    frames = encode(message, 0)
     with caplog.at_level(logging.WARNING, "monarch_slurm"):
         refused = gatekeeper.refused
         plain = make_dealer(context, message.src.host)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import select
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import zmq
 from support import DEADLINE, wait_until
 
 from monarch_slurm.wire import Address, Link, Loop, Message, UnknownPeerError, WireError
+from monarch_slurm.wire.frames import encode
 from monarch_slurm.wire.sockets import bind_ipc, make_dealer, make_router
 
 HERE, THERE = Address("h", "here"), Address("h", "there")
@@ -90,6 +92,31 @@ def test_a_router_knows_whom_it_does_not_know(ends: Ends) -> None:
     assert not ends.router.connected("nobody")
 
 
+@pytest.mark.parametrize("how", ["send", "connected"])
+def test_no_wake_up_is_lost_when_a_send_fails(ends: Ends, how: str) -> None:
+    """A send to a peer that is not there takes the signal of messages that wait, too."""
+    holding, held = threading.Event(), threading.Event()
+    ends.loops[0].call_soon(lambda: holding.set() or (held.wait(DEADLINE) and None))  # type: ignore[func-returns-value]
+    assert holding.wait(DEADLINE)
+    raw = ends.raw("d")
+    raw.send_multipart(encode(Message("m", HERE, THERE), 0))
+    signal = select.poll()
+    signal.register(ends.router._fd, select.POLLIN)
+    # Taken once for the connection and once for the message; the loop is held, so nobody else takes either.
+    wait_until(lambda: signal.poll(0) and _fails(ends.router, how) and ends.router._readable())
+    held.set()
+    wait_until(lambda: len(ends.arrived) == 1)
+    raw.close()
+
+
+def _fails(link: Link, how: str) -> bool:
+    if how == "connected":
+        return not link.connected("nobody")
+    with pytest.raises(UnknownPeerError):
+        link.send(Message("m", THERE, HERE), "nobody")
+    return True
+
+
 def test_no_wake_up_is_lost_when_many_threads_send_while_messages_come_in(ends: Ends) -> None:
     """ZeroMQ signals edges, and every send may take one. Each round waits for its answer, so a lost one hangs here."""
     rounds, senders = 400, 6
@@ -151,24 +178,22 @@ def test_no_wake_up_is_lost_between_two_links_that_both_send_all_the_time(ends: 
 
 
 def test_a_missing_message_is_noticed(ends: Ends) -> None:
-    from monarch_slurm.wire.frames import encode, pack_sequence
-
     raw = ends.raw("r")
-    frames = encode(Message("m", HERE, THERE, {"n": 1}))
-    raw.send_multipart([pack_sequence(0), *frames])
-    raw.send_multipart([pack_sequence(2), *frames])
+    message = Message("m", HERE, THERE, {"n": 1})
+    raw.send_multipart(encode(message, 0))
+    raw.send_multipart(encode(message, 2))
     wait_until(lambda: ends.faults)
     (peer, error), *_ = ends.faults
     assert peer == "r"
     assert "message 1 was lost on the way; 2 came instead" in str(error)
     assert len(ends.arrived) == 1
     ends.router.forget("r")
-    raw.send_multipart([pack_sequence(0), *frames])
+    raw.send_multipart(encode(message, 0))
     wait_until(lambda: len(ends.arrived) == 2)
 
 
 @pytest.mark.parametrize(
-    "frames", [[b""], [b"x"], [b"", b""], [bytes(8)], [bytes(8), b"garbage"], [bytes(8), b""], [bytes(9), b"\x94"]]
+    "frames", [[b""], [b"x"], [b"", b""], [bytes(8)], [bytes(12)], [bytes(12), b"garbage"], [bytes(13), b"\x94"]]
 )
 def test_garbage_is_a_fault_of_its_sender_and_no_more(ends: Ends, frames: list[bytes]) -> None:
     dealer = ends.dealer("good")
@@ -182,12 +207,9 @@ def test_garbage_is_a_fault_of_its_sender_and_no_more(ends: Ends, frames: list[b
 
 
 def test_a_peer_that_is_gone_is_not_connected_and_its_last_words_are_read(ends: Ends) -> None:
-    from monarch_slurm.wire.frames import encode, pack_sequence
-
     raw = ends.raw("r")
-    frames = encode(Message("m", HERE, THERE, {"n": 1}))
     for number in range(500):
-        raw.send_multipart([pack_sequence(number), *frames])
+        raw.send_multipart(encode(Message("m", HERE, THERE, {"n": 1}), number))
     wait_until(lambda: ends.arrived)
     raw.close(linger=1000)
     wait_until(lambda: not ends.router.connected("r"))

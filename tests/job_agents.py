@@ -1,0 +1,58 @@
+"""A real host agent, started from a job folder as the job layer starts it, and an actor to run there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+from support import DEADLINE, REPOSITORY
+
+from monarch_slurm.actor import Actor, endpoint
+
+
+class Agent:
+    """An agent of its own process."""
+
+    def __init__(self, folder: Path, name: str, log: Path, env: dict[str, str]) -> None:
+        self.log = log
+        command = [sys.executable, "-m", "monarch_slurm.host", "--folder", str(folder), "--name", name]
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **env}
+        with open(log, "ab") as output:
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+
+    @property
+    def pid(self) -> int:
+        """The agent itself; ``process`` is its guardian."""
+        (child,) = psutil.Process(self.process.pid).children()
+        return child.pid
+
+    def family(self) -> list[int]:
+        return [self.process.pid, *(child.pid for child in psutil.Process(self.process.pid).children(recursive=True))]
+
+    def wait(self) -> int:
+        return self.process.wait(DEADLINE)
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+
+class Worker(Actor):
+    @endpoint
+    def pid(self) -> int:
+        return os.getpid()
+
+    @endpoint
+    def call_other(self, other: Any) -> list[int]:
+        values: list[int] = other.pid.call().get().values()
+        return values
+
+    @endpoint
+    def children(self) -> list[int]:
+        sleep = ["sleep", "1000"]
+        return [subprocess.Popen(sleep).pid, subprocess.Popen(sleep, start_new_session=True).pid]
