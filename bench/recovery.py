@@ -1,8 +1,9 @@
 """How long training is held up by a failure, and how long until the failed replica is back.
 
-For each kind of failure the same small model trains on three replicas of this machine while failures are injected; the stages of every
-recovery are measured from the injection. With ``--peer`` the same is done with TorchFT alone: the same engine in plain
-processes, the Lighthouse with the settings of its command line, a new process started at once for one that was killed.
+For each kind of failure the same small model trains on three replicas of this machine while failures are injected; the
+stages of every recovery are measured from the injection. With ``--peer`` the same is done with TorchFT alone: the same
+engine in plain processes, the Lighthouse with the settings of its command line, a new process started at once for one
+that was killed.
 
     python bench/recovery.py [--injections 10] [--kinds kill,hang] [--peer] [--json FILE]
 """
@@ -192,12 +193,14 @@ def show(results: dict[str, dict[str, Any]], console: Console) -> None:
         table.add_column(name.replace("_", " "), justify="right")
     for kind, summary in results.items():
         cells = [_cell(summary[name]) for name in (*STAGES, "stall_longest", "stall_attributable")]
-        table.add_row(kind, str(summary["injections"]), *cells, str(summary["syncs_lost"]), str(summary["states_equal"]))
+        table.add_row(
+            kind, str(summary["injections"]), *cells, str(summary["syncs_lost"]), str(summary["states_equal"])
+        )
     console.print(table)
 
 
 def _cell(figure: dict[str, Any]) -> str:
-    return "–" if figure["median"] is None else f"{figure['median']:.2f} / {figure['worst']:.2f}"
+    return "-" if figure["median"] is None else f"{figure['median']:.2f} / {figure['worst']:.2f}"
 
 
 def main() -> None:

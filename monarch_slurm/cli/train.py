@@ -25,22 +25,36 @@ def _seconds(context: click.Context, parameter: click.Parameter, value: float | 
 @click.option("--nodes", type=click.IntRange(1), help="Submit a Slurm job of this many nodes, and follow its log.")
 @click.option("--replicas", type=click.IntRange(2), default=_DEFAULTS.replicas, show_default=True)
 @click.option(
-    "--procs-per-replica", type=click.IntRange(1), default=1, show_default=True, help="Trainer procs that share one replica."
+    "--procs-per-replica",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Trainer procs that share one replica.",
 )
-@click.option("--min-replicas", type=click.IntRange(2), default=2, show_default=True, help="Smallest quorum that may train.")
+@click.option(
+    "--min-replicas", type=click.IntRange(2), default=2, show_default=True, help="Smallest quorum that may train."
+)
 @click.option("--model", default=_DEFAULTS.model, show_default=True, help="Name of a model configuration.")
 @click.option("--data", type=click.Path(), help="Text file or folder [default: the Python standard library's source].")
-@click.option("--tokens", type=click.IntRange(1), default=_DEFAULTS.tokens, show_default=True, help="Tokens to train in all.")
+@click.option(
+    "--tokens", type=click.IntRange(1), default=_DEFAULTS.tokens, show_default=True, help="Tokens to train in all."
+)
 @click.option("--seq-len", type=click.IntRange(8), default=_DEFAULTS.seq_len, show_default=True)
 @click.option("--batch-size", type=click.IntRange(1), default=_DEFAULTS.batch_size, show_default=True)
 @click.option("--lr", type=click.FloatRange(0, min_open=True), default=_DEFAULTS.lr, show_default=True)
-@click.option("--sync-every", type=click.IntRange(1), default=_DEFAULTS.sync_every, show_default=True, help="Inner steps.")
+@click.option(
+    "--sync-every", type=click.IntRange(1), default=_DEFAULTS.sync_every, show_default=True, help="Inner steps."
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--fail-every", type=float, callback=_seconds, help="Inject a failure every so many seconds.")
-@click.option("--failures", default="kill,segfault,exception,hang", show_default=True, help="Kinds of failures, in turn.")
+@click.option(
+    "--failures", default="kill,segfault,exception,hang", show_default=True, help="Kinds of failures, in turn."
+)
 @click.option("--step-deadline", type=float, callback=_seconds, default=_DEFAULTS.step_deadline, show_default=True)
 @click.option("--sync-deadline", type=float, callback=_seconds, default=_DEFAULTS.sync_deadline, show_default=True)
-@click.option("--max-restarts", type=click.IntRange(0), default=8, show_default=True, help="Of a replica's procs, in the window.")
+@click.option(
+    "--max-restarts", type=click.IntRange(0), default=8, show_default=True, help="Of a replica's procs, in the window."
+)
 @click.option(
     "--max-host-restarts",
     type=click.IntRange(0),
@@ -53,9 +67,11 @@ def _seconds(context: click.Context, parameter: click.Parameter, value: float | 
     "--reference",
     default="auto",
     show_default=True,
-    help="Failure-free run to compare with: 'auto' trains one first if failures are injected, 'none', or a report.json.",
+    help="Failure-free run to compare with: 'auto' trains one first if failures are injected; 'none'; a report.json.",
 )
-@click.option("--out", type=click.Path(file_okay=False), default="runs", show_default=True, help="Folder for run folders.")
+@click.option(
+    "--out", type=click.Path(file_okay=False), default="runs", show_default=True, help="Folder for run folders."
+)
 @click.option("--partition", help="Slurm partition.")
 @click.option("--account", help="Slurm account.")
 @click.option("--qos", help="Slurm QOS.")
@@ -63,8 +79,15 @@ def _seconds(context: click.Context, parameter: click.Parameter, value: float | 
 @click.option("--gpus-per-node", type=click.IntRange(1))
 @click.option("--cpus-per-task", type=click.IntRange(1))
 @click.option("--address", help="Interface, network or IP address that the run's processes use on each node.")
-@click.option("--slurm-arg", "slurm_args", multiple=True, help="One more option for sbatch, such as --slurm-arg=--constraint=mi300.")
-@click.option("--exclusive/--no-exclusive", default=True, show_default=True, help="Whether the nodes are for this job alone.")
+@click.option(
+    "--slurm-arg",
+    "slurm_args",
+    multiple=True,
+    help="One more option for sbatch, such as --slurm-arg=--constraint=mi300.",
+)
+@click.option(
+    "--exclusive/--no-exclusive", default=True, show_default=True, help="Whether the nodes are for this job alone."
+)
 @click.option("--in-job", is_flag=True, hidden=True, help="Be the controller of the Slurm job around this process.")
 def train(where: str | None, nodes: int | None, in_job: bool, **options: Any) -> None:
     """Train a Llama on text over several replicas, and do not stop when parts of it fail.

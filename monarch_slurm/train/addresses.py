@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from monarch_slurm.errors import ConfigError
 

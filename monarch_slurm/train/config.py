@@ -93,9 +93,10 @@ class Place:
         generation: how often this replica was started before; events of older generations are stale.
         lighthouse: ``http://host:port`` of the TorchFT Lighthouse.
         address: IP address of the interface that this trainer binds and advertises, for every socket it opens.
-        store_port: port of the replica's TCPStore at ``store_address``; rank 0 serves it. 0 when the replica has one rank.
-        store_address: IP address of the replica's rank 0.
-        committed_step: the highest ``step`` of a committed sync that the supervisor has seen in the run so far. A trainer
+        store_port: port of the replica's TCPStore at ``store_address``; rank 0 serves it. 0 when the replica has one
+        rank. store_address: IP address of the replica's rank 0.
+        committed_step: the highest ``step`` of a committed sync that the supervisor has seen in the run so far. A
+        trainer
             that meets a quorum which knows less raises instead of training from the start again.
     """
 

@@ -7,15 +7,16 @@ From trainers (`TRAINER_KINDS`):
 
 - ``trainer_started``: ``pid``, ``host``
 - ``engine_ready``: ``parameters`` (count), ``seconds`` since ``trainer_started``
-- ``phase``: ``phase`` is ``"compute"``, ``"sync"`` or ``"eval"``; sent on every change, so that a step deadline can be told from a
-  wait for others
-- ``step``: ``step`` (inner steps done by this trainer's state), ``loss`` (training loss), ``tokens`` (committed tokens of
-  the whole run so far), ``lr``, ``seconds``
+- ``phase``: ``phase`` is ``"compute"``, ``"sync"`` or ``"eval"``; sent on every change, so that a step deadline can be
+  told from a wait for others
+- ``step``: ``step`` (inner steps done by this trainer's state), ``loss`` (training loss), ``tokens`` (committed tokens
+  of the whole run so far), ``lr``, ``seconds``
 - ``quorum_asked``: ``step`` (manager step)
 - ``quorum``: ``quorum_id``, ``participants``, ``step``, ``healing`` (bool), ``seconds`` (wait)
 - ``state_sent``: ``step``, ``bytes``, ``sha256`` (None unless verified), ``to`` (count of receivers)
 - ``state_received``: ``step``, ``bytes``, ``sha256``, ``seconds``
-- ``sync``: ``step``, ``committed`` (bool), ``participants``, ``tokens`` (committed tokens of the run), ``seconds`` (the whole sync)
+- ``sync``: ``step``, ``committed`` (bool), ``participants``, ``tokens`` (committed tokens of the run), ``seconds`` (the
+  whole sync)
 - ``eval``: ``step``, ``tokens``, ``loss`` (validation loss of the global parameters)
 - ``error``: ``error`` (last line), ``traceback``
 - ``finished``: ``tokens``, ``step``, ``loss`` (final validation loss)
@@ -25,8 +26,8 @@ From the manager and the replica supervisors:
 - ``run_started``: ``run``, ``config``, ``hosts``, ``versions``; ``run_finished``: ``ok`` (bool), ``reason``
 - ``lighthouse``: ``address``
 - ``injected``: ``failure`` (running number), ``type`` (``kill``, ``segfault``, ``exception``, ``hang``), ``rank``
-- ``detected``: ``failure`` (None if it was not injected), ``cause`` (text), ``host``, ``proc``, ``rank``, ``exit`` (text such as
-  ``"Killed(sig=9)"``), ``traceback`` (or None), ``stderr_tail`` (list of lines)
+- ``detected``: ``failure`` (None if it was not injected), ``cause`` (text), ``host``, ``proc``, ``rank``, ``exit``
+  (text such as ``"Killed(sig=9)"``), ``traceback`` (or None), ``stderr_tail`` (list of lines)
 - ``respawn``: ``level`` (``"mesh"`` or ``"hosts"``), ``attempt``: the supervisor begins to start a new mesh
 - ``escalated``: ``level``, ``reason``
 - ``replica_lost``: ``reason``: the replica will not be started again

@@ -14,8 +14,9 @@ from monarch_slurm.actor import Actor, endpoint
 from monarch_slurm.errors import ConfigError
 
 KINDS = ("kill", "segfault", "exception", "hang")
-"""``kill``: SIGKILL. ``segfault``: a read of address 0 in native code. ``exception``: a Python exception in the training loop.
-``hang``: native code that never returns and never releases the GIL, so that heartbeats of native threads go on."""
+"""``kill``: SIGKILL. ``segfault``: a read of address 0 in native code. ``exception``: a Python exception in the
+training loop. ``hang``: native code that never returns and never releases the GIL, so that heartbeats of native threads
+go on."""
 
 _HANG_SECONDS = 24 * 3600
 

@@ -1,7 +1,7 @@
-"""The orchestration manager of a run: it spawns the Lighthouse and one supervisor per replica, and sees the run through.
+"""The manager of a run: it spawns the Lighthouse and one supervisor per replica, and sees the run through.
 
-It is the controller's program, on the head node. It does no training; it takes events, writes them to the journal, shows them, injects
-failures by schedule, and decides when the run is over.
+It is the controller's program, on the head node. It does no training; it takes events, writes them to the journal,
+shows them, injects failures by schedule, and decides when the run is over.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Run:
             RunFailedError: the run could not be finished; `events` holds what happened.
             KeyboardInterrupt: it was interrupted; everything that it spawned is stopped.
         """
-        hook, public.unhandled_fault_hook = public.unhandled_fault_hook, self._faults.put
+        hook, public.unhandled_fault_hook = public.unhandled_fault_hook, self._take_fault
         meshes: list[Any] = []
         ok, reason = False, "interrupted"
         try:
@@ -110,6 +110,9 @@ class Run:
             self._journal.close()
         return self.events
 
+    def _take_fault(self, failure: MeshFailure) -> None:
+        self._faults.put(failure)
+
     def stop(self, reason: str) -> None:
         """End the run before its tokens are trained, as a success; for benchmarks. From `watch` or another thread."""
         self._enough = reason
@@ -126,7 +129,15 @@ class Run:
         versions = _started(lighthouse.versions.call_one(), "the Lighthouse", home)
         names = sorted({name for share in shares for name in share.host_names})
         versions["monarch_slurm"] = __version__
-        self._take(event("run_started", run=self._journal.path.parent.name, config=config.to_dict(), hosts=names, versions=versions))
+        self._take(
+            event(
+                "run_started",
+                run=self._journal.path.parent.name,
+                config=config.to_dict(),
+                hosts=names,
+                versions=versions,
+            )
+        )
         self._take(event("lighthouse", address=url))
         port, receiver = Channel.open()
         self._supervisors = supervisor_procs.spawn("replica", ReplicaActor, config, shares, url, self._policy, port)
@@ -176,8 +187,8 @@ class Run:
             living = sum(not replica.lost for replica in self._replicas)
             if living < self._config.min_replicas:
                 raise RunFailedError(
-                    f"{living} of {len(self._replicas)} replicas are left, and a quorum needs {self._config.min_replicas}; "
-                    f"the last one was lost because {item['reason']}"
+                    f"{living} of {len(self._replicas)} replicas are left, and a quorum needs "
+                    f"{self._config.min_replicas}; the last one was lost because {item['reason']}"
                 )
 
     def _over(self) -> bool:
@@ -188,7 +199,9 @@ class Run:
         ranks = self._config.procs_per_replica
         # A replica that is being restarted now would find nobody to get the state from: the run does not wait for it.
         waiting = [
-            replica for replica in self._replicas if replica.training and not replica.lost and len(replica.finished) < ranks
+            replica
+            for replica in self._replicas
+            if replica.training and not replica.lost and len(replica.finished) < ranks
         ]
         if not any(len(replica.finished) == ranks for replica in self._replicas):
             return False
@@ -217,7 +230,7 @@ class Run:
         self._supervisors.slice(replicas=target).inject.call_one(self._failures, planned.kind, planned.rank)
 
     def _pick_target(self, replica: int) -> int | None:
-        """Return ``replica``, or the next one that is training: a failure of what is down already would tell nothing."""
+        """Return ``replica``, or the next one that is training: a failure of what is down would tell nothing."""
         count = len(self._replicas)
         training = [i for i, state in enumerate(self._replicas) if state.training and not state.lost]
         if len(training) <= self._config.min_replicas:
@@ -236,7 +249,7 @@ def _started(future: Future[Any], what: str, home: HostMesh) -> Any:
 
 
 def share_hosts(hosts: HostMesh, config: TrainConfig) -> list[HostMesh]:
-    """Return the hosts of each replica: consecutive hosts each, or hosts in turn when there are more replicas than hosts.
+    """Return the hosts of each replica: consecutive ones, or hosts in turn when there are more replicas than hosts.
 
     Raises:
         ConfigError: the procs of a replica cannot be spread evenly over its hosts.
@@ -248,7 +261,7 @@ def share_hosts(hosts: HostMesh, config: TrainConfig) -> list[HostMesh]:
     per = count // config.replicas
     if config.procs_per_replica % per:
         raise ConfigError(
-            f"{config.procs_per_replica} procs per replica cannot be spread evenly over the {per} hosts of each replica: "
-            f"give a multiple of {per}, or more replicas"
+            f"{config.procs_per_replica} procs per replica cannot be spread evenly over the {per} hosts of each "
+            f"replica: give a multiple of {per}, or more replicas"
         )
     return [flat.slice(hosts=slice(r * per, (r + 1) * per)) for r in range(config.replicas)]

@@ -1,4 +1,4 @@
-"""From a plan to a finished report: the run with failures, beside the run without, on this machine or in a Slurm job."""
+"""From a plan to a finished report: a run with failures beside one without, on this machine or in a Slurm job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from monarch_slurm.train.report import build_report, load_report, write_report
 from monarch_slurm.train.supervisor import RestartPolicy
 
 PRELOAD = "monarch_slurm.train.engine:preload,monarch_slurm.train.trainer,monarch_slurm.train.supervisor"
-"""What a zygote imports for training. The engine comes first: it quiets TorchFT, which reads its log level when it is imported."""
+"""What a zygote imports for training. The engine comes first: it quiets TorchFT, which reads its log level when it is
+imported."""
 
 REFERENCE_FOLDER = "reference"
 
@@ -45,8 +46,8 @@ class Plan:
         out: folder in which the run's folder is made.
         fail_every: seconds between injected failures; None injects none.
         failures: kinds of failures, in turn.
-        max_restarts: of one replica's procs within ``restart_window`` seconds, before the failure escalates to its hosts.
-        max_host_restarts: of a replica with new zygotes on its hosts, before the replica is given up.
+        max_restarts: of one replica's procs within ``restart_window`` seconds, before the failure escalates to its
+        hosts. max_host_restarts: of a replica with new zygotes on its hosts, before the replica is given up.
         reference: ``"auto"``, ``"none"``, or the path of the report of a failure-free run.
     """
 
@@ -91,7 +92,7 @@ def train_here(plan: Plan, in_job: bool = False) -> Path:
 
 
 def check(plan: Plan) -> Any:
-    """Make sure that the plan can work before anything is started or submitted; return the reference report, if one is named.
+    """Make sure that the plan can work before anything is started; return the reference report, if one is named.
 
     Raises:
         MonarchSlurmError: it cannot; the text says why.

@@ -1,9 +1,9 @@
 """The supervisor of one replica: it spawns the trainers, watches them, and starts them again in place.
 
-Failures come from three sides: a process ends (its host's agent tells), an actor raises (its process tells, traceback included), or
-nothing happens any more (the watchdog tells). All lead to the same restart: the old mesh is killed and a new one spawned, whose
-trainers get the state of the run from a live peer. What fails too often escalates: first the replica's hosts get new zygotes, then
-the replica is given up and the manager of the run decides.
+Failures come from three sides: a process ends (its host's agent tells), an actor raises (its process tells, traceback
+included), or nothing happens any more (the watchdog tells). All lead to the same restart: the old mesh is killed and a
+new one spawned, whose trainers get the state of the run from a live peer. What fails too often escalates: first the
+replica's hosts get new zygotes, then the replica is given up and the manager of the run decides.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from monarch_slurm.actor import (
@@ -56,8 +56,8 @@ class RestartPolicy:
         backoff: seconds before the second restart in a row, doubled for each further one.
     """
 
-    mesh: RestartLimit = RestartLimit(8, 300.0)
-    hosts: RestartLimit = RestartLimit(2, 1800.0)
+    mesh: RestartLimit = field(default_factory=lambda: RestartLimit(8, 300.0))
+    hosts: RestartLimit = field(default_factory=lambda: RestartLimit(2, 1800.0))
     backoff: float = 0.25
 
 
@@ -175,7 +175,8 @@ class ReplicaActor(Actor):
         failures = procs.spawn("failure", FailureActor)
         pulses = procs.spawn("pulse", PulseActor)
         watchdog = Watchdog(config.procs_per_replica, config.step_deadline, config.sync_deadline, time.monotonic())
-        names = frozenset({procs._layout.mesh, *(mesh._ref.mesh for mesh in (trainers, failures, pulses))})
+        meshes: list[Any] = [trainers, failures, pulses]
+        names = frozenset({procs._layout.mesh, *(mesh._ref.mesh for mesh in meshes)})
         generation = _Generation(number, procs, trainers, failures, pulses, watchdog, names)
         self._generation = generation
         self._start_task(self._relay(generation, receiver))
@@ -320,7 +321,7 @@ class ReplicaActor(Actor):
 
 
 def _cause(failure: MeshFailure) -> str:
-    """Return what happened in one line, without the names of who it happened to: the event that carries it has those."""
+    """Return what happened in one line, without whom it happened to: the event that carries it has that."""
     if failure.traceback:
         return failure.traceback.strip().splitlines()[-1]
     first = failure.event.partition("\n")[0]

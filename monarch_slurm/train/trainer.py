@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
 from typing import Any
 
 from monarch_slurm.actor import Actor, Port, current_rank, endpoint
-from monarch_slurm.host.agent import ADDRESS_VARIABLE
+from monarch_slurm.host import ADDRESS_VARIABLE
 from monarch_slurm.train.addresses import listen
 from monarch_slurm.train.config import Place, TrainConfig
 from monarch_slurm.train.events import Event
@@ -112,5 +111,3 @@ class LighthouseActor(Actor):
         if hip or cuda:
             found["rocm" if hip else "cuda"] = str(hip or cuda)
         return found
-
-

@@ -1,9 +1,9 @@
 """Which rank of a replica has stopped making progress. Pure: events and times in, a verdict out.
 
-There are two signs of life. A trainer says when it changes its phase and after every step: while it computes, each step has a deadline
-of its own; while it syncs it may rightly wait for others, so the deadline there is long. And its process answers a pulse, in
-every phase: an interpreter that does not has stopped, or is held by native code that keeps the GIL, while the heartbeats that
-TorchFT's own threads send go on.
+There are two signs of life. A trainer says when it changes its phase and after every step: while it computes, each step
+has a deadline of its own; while it syncs it may rightly wait for others, so the deadline there is long. And its process
+answers a pulse, in every phase: an interpreter that does not has stopped, or is held by native code that keeps the GIL,
+while the heartbeats that TorchFT's own threads send go on.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle
 
 Buffer = bytes | bytearray | memoryview
 

@@ -1,4 +1,4 @@
-"""Bad input to ``monarch-slurm train``: an error that can be acted on, the right exit code, no traceback, nothing left."""
+"""Bad input to ``monarch-slurm train``: an error to act on, the right exit code, no traceback, nothing left."""
 
 from __future__ import annotations
 

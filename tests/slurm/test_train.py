@@ -1,4 +1,4 @@
-"""The main job on a real cluster: it trains through the loss of nodes, and the cluster can use them again afterwards."""
+"""The main job on a real cluster: it trains through the loss of nodes, and the cluster can use them again."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def left_behind(out: Path) -> list[str]:
     found = []
     for process in psutil.process_iter(["cmdline", "name"]):
         line = " ".join(process.info["cmdline"] or [])
-        if str(out) in line or (process.info["name"] or "").startswith("ms-") and _holds(process, out):
+        if str(out) in line or ((process.info["name"] or "").startswith("ms-") and _holds(process, out)):
             found.append(f"{process.pid} {process.info['name']} {line}")
     return found
 
@@ -52,14 +52,30 @@ def failures_of(report: dict[str, Any], kind: str) -> list[dict[str, Any]]:
 
 
 def test_every_kind_of_failure_is_survived(tmp_path: Path) -> None:
-    options = ["--replicas", "3", "--tokens", "560000", "--fail-every", "5", "--step-deadline", "2", "--reference", "none"]
+    options = [
+        "--replicas",
+        "3",
+        "--tokens",
+        "560000",
+        "--fail-every",
+        "5",
+        "--step-deadline",
+        "2",
+        "--reference",
+        "none",
+    ]
     process = start(tmp_path, *options)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     report = report_in(tmp_path)
     assert report["summary"]["ok"], report["summary"]
     assert report["summary"]["job_restarts"] == 0
-    exits = {"kill": "Killed(sig=9)", "segfault": "Killed(sig=11", "exception": "Raised(exception)", "hang": "Hung(killed)"}
+    exits = {
+        "kill": "Killed(sig=9)",
+        "segfault": "Killed(sig=11",
+        "exception": "Raised(exception)",
+        "hang": "Hung(killed)",
+    }
     for kind, exit_text in exits.items():
         found = failures_of(report, kind)
         assert found, f"no {kind} was injected: {output}"
@@ -78,7 +94,18 @@ def test_every_kind_of_failure_is_survived(tmp_path: Path) -> None:
 
 
 def test_a_replica_that_fails_too_often_escalates_and_the_others_finish(tmp_path: Path) -> None:
-    options = ["--replicas", "3", "--tokens", "300000", "--fail-every", "2", "--failures", "kill", "--reference", "none"]
+    options = [
+        "--replicas",
+        "3",
+        "--tokens",
+        "300000",
+        "--fail-every",
+        "2",
+        "--failures",
+        "kill",
+        "--reference",
+        "none",
+    ]
     process = start(tmp_path, *options, "--max-restarts", "0", "--max-host-restarts", "1")
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
