@@ -1,0 +1,101 @@
+// Compiled in tests against a vendor's real header; never part of a module. Our declarations must have the vendor's
+// number of arguments, each of the same size and passed the same way, and structs and constants must agree.
+#include "gpu_api.h"
+
+#if defined(MONARCH_PLATFORM_ROCM)
+#include <hip/hip_runtime_api.h>
+#include <hsa/hsa.h>
+#include <hsa/hsa_ext_amd.h>
+#define VENDOR(cuda, hip) hip
+#else
+#include <cuda.h>
+#define VENDOR(cuda, hip) cuda
+#endif
+
+#include <type_traits>
+
+namespace {
+
+using namespace monarch::gpu;
+
+template <typename Ours, typename Theirs>
+constexpr bool same_argument =
+    sizeof(Ours) == sizeof(Theirs) && std::is_class<Ours>::value == std::is_class<Theirs>::value &&
+    std::is_trivially_copyable<Theirs>::value;
+
+template <typename Ours, typename Theirs>
+struct SameAbi : std::false_type {};
+template <typename R1, typename... Ours, typename R2, typename... Theirs>
+struct SameAbi<R1 (*)(Ours...), R2 (*)(Theirs...)> {
+  static constexpr bool compare() {
+    if constexpr (sizeof...(Ours) == sizeof...(Theirs)) {
+      return same_argument<R1, R2> && (same_argument<Ours, Theirs> && ...);
+    } else {
+      return false;
+    }
+  }
+  static constexpr bool value = compare();
+};
+
+#define SAME(entry, cuda, hip)                                                        \
+  static_assert(SameAbi<decltype(Table::entry), decltype(&VENDOR(cuda, hip))>::value, \
+                #entry " differs from the vendor's")
+
+SAME(init, cuInit, hipInit);
+SAME(device_count, cuDeviceGetCount, hipGetDeviceCount);
+SAME(error_string, cuGetErrorString, hipDrvGetErrorString);
+#if defined(MONARCH_PLATFORM_ROCM)
+static_assert(SameAbi<decltype(Table::set_device), decltype(&hipSetDevice)>::value, "set_device");
+#else
+static_assert(SameAbi<decltype(Table::retain_primary), decltype(&cuDevicePrimaryCtxRetain)>::value, "retain_primary");
+static_assert(SameAbi<decltype(Table::set_current), decltype(&cuCtxSetCurrent)>::value, "set_current");
+#endif
+SAME(synchronize, cuCtxSynchronize, hipDeviceSynchronize);
+SAME(alloc, cuMemAlloc, (static_cast<hipError_t (*)(void**, size_t)>(hipMalloc)));
+SAME(free, cuMemFree, hipFree);
+SAME(copy_to_host, cuMemcpyDtoH, hipMemcpyDtoH);
+SAME(copy_to_device, cuMemcpyHtoD, hipMemcpyHtoD);
+SAME(granularity, cuMemGetAllocationGranularity, hipMemGetAllocationGranularity);
+SAME(create, cuMemCreate, hipMemCreate);
+SAME(release, cuMemRelease, hipMemRelease);
+SAME(reserve, cuMemAddressReserve, hipMemAddressReserve);
+SAME(unreserve, cuMemAddressFree, hipMemAddressFree);
+SAME(map, cuMemMap, hipMemMap);
+SAME(unmap, cuMemUnmap, hipMemUnmap);
+SAME(set_access, cuMemSetAccess, hipMemSetAccess);
+SAME(export_handle, cuMemExportToShareableHandle, hipMemExportToShareableHandle);
+SAME(import_handle, cuMemImportFromShareableHandle, hipMemImportFromShareableHandle);
+SAME(retain_handle, cuMemRetainAllocationHandle, hipMemRetainAllocationHandle);
+SAME(address_range, cuMemGetAddressRange, hipMemGetAddressRange);
+SAME(range_handle, cuMemGetHandleForAddressRange, hipMemGetHandleForAddressRange);
+SAME(ipc_get, cuIpcGetMemHandle, hipIpcGetMemHandle);
+SAME(ipc_open, cuIpcOpenMemHandle, hipIpcOpenMemHandle);
+SAME(ipc_close, cuIpcCloseMemHandle, hipIpcCloseMemHandle);
+
+using Prop = VENDOR(CUmemAllocationProp, hipMemAllocationProp);
+static_assert(sizeof(AllocationProp) == sizeof(Prop));
+static_assert(offsetof(AllocationProp, handle_types) == offsetof(Prop, requestedHandleTypes));
+static_assert(offsetof(AllocationProp, location) == offsetof(Prop, location));
+static_assert(offsetof(AllocationProp, win32) == offsetof(Prop, win32HandleMetaData));
+static_assert(offsetof(AllocationProp, gpu_direct_rdma) == offsetof(Prop, allocFlags.gpuDirectRDMACapable));
+static_assert(sizeof(AccessDesc) == sizeof(VENDOR(CUmemAccessDesc, hipMemAccessDesc)));
+static_assert(offsetof(AccessDesc, flags) == offsetof(VENDOR(CUmemAccessDesc, hipMemAccessDesc), flags));
+static_assert(sizeof(IpcHandle) == sizeof(VENDOR(CUipcMemHandle, hipIpcMemHandle_t)));
+static_assert(kPinned == static_cast<int>(VENDOR(CU_MEM_ALLOCATION_TYPE_PINNED, hipMemAllocationTypePinned)));
+static_assert(kPosixFd ==
+              static_cast<int>(VENDOR(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, hipMemHandleTypePosixFileDescriptor)));
+static_assert(kOnDevice == static_cast<int>(VENDOR(CU_MEM_LOCATION_TYPE_DEVICE, hipMemLocationTypeDevice)));
+static_assert(kReadWrite ==
+              static_cast<int>(VENDOR(CU_MEM_ACCESS_FLAGS_PROT_READWRITE, hipMemAccessFlagsProtReadWrite)));
+static_assert(kDmabufFd ==
+              static_cast<int>(VENDOR(CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, hipMemRangeHandleTypeDmaBufFd)));
+static_assert(kRecommended ==
+              static_cast<int>(VENDOR(CU_MEM_ALLOC_GRANULARITY_RECOMMENDED, hipMemAllocationGranularityRecommended)));
+static_assert(kLazyPeer ==
+              static_cast<unsigned>(VENDOR(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, hipIpcMemLazyEnablePeerAccess)));
+#if defined(MONARCH_PLATFORM_ROCM)
+using PortableExport = int (*)(const void*, std::size_t, int*, std::uint64_t*);
+static_assert(SameAbi<PortableExport, decltype(&hsa_amd_portable_export_dmabuf)>::value);
+#endif
+
+}  // namespace

@@ -1,0 +1,181 @@
+#include "ccl.h"
+
+#include <utility>
+
+#include "platform.h"
+
+namespace monarch::ccl {
+
+namespace {
+
+#if defined(MONARCH_PLATFORM_ROCM)
+constexpr const char* kWhat = "RCCL";
+constexpr const char* kAdvice = "install ROCm's librccl, or a torch for ROCm, which carries it";
+#else
+constexpr const char* kWhat = "NCCL";
+constexpr const char* kAdvice = "install it (pip install nvidia-nccl-cu13), or a torch for CUDA, which brings it";
+#endif
+
+}  // namespace
+
+Ccl::Ccl(const std::vector<std::string>& candidates) : library_(kWhat, candidates, kAdvice) {
+  library_.require(table_.get_version, "ncclGetVersion");
+  library_.require(table_.get_unique_id, "ncclGetUniqueId");
+  library_.require(table_.init_rank, "ncclCommInitRankConfig");
+  library_.require(table_.destroy, "ncclCommDestroy");
+  library_.require(table_.abort, "ncclCommAbort");
+  library_.require(table_.async_error, "ncclCommGetAsyncError");
+  library_.find(table_.split, "ncclCommSplit");
+  library_.find(table_.error_string, "ncclGetErrorString");
+  library_.find(table_.last_error, "ncclGetLastError");
+  library_.require(table_.all_reduce, "ncclAllReduce");
+  library_.require(table_.all_gather, "ncclAllGather");
+  library_.require(table_.reduce_scatter, "ncclReduceScatter");
+  library_.require(table_.broadcast, "ncclBroadcast");
+  library_.require(table_.reduce, "ncclReduce");
+  library_.require(table_.send, "ncclSend");
+  library_.require(table_.recv, "ncclRecv");
+  library_.require(table_.group_start, "ncclGroupStart");
+  library_.require(table_.group_end, "ncclGroupEnd");
+}
+
+int Ccl::version() const {
+  int version = 0;
+  check(table_.get_version(&version), "GetVersion");
+  return version;
+}
+
+UniqueId Ccl::unique_id() const {
+  UniqueId id{};
+  check(table_.get_unique_id(&id), "GetUniqueId");
+  return id;
+}
+
+void Ccl::check(int result, const char* call, void* comm) const {
+  if (result == 0) return;
+  std::string text = std::string(kWhat) + ": " + call + " failed: error " + std::to_string(result);
+  if (table_.error_string != nullptr) text += std::string(" (") + table_.error_string(result) + ")";
+  const char* last = table_.last_error != nullptr ? table_.last_error(comm) : nullptr;
+  if (last != nullptr && last[0] != '\0') text += std::string(": ") + last;
+  throw Error(text);
+}
+
+std::shared_ptr<Comm> Comm::init(std::shared_ptr<Ccl> ccl, const UniqueId& id, int size, int rank) {
+  Config config;
+  void* comm = nullptr;
+  ccl->check(ccl->table().init_rank(&comm, size, id, rank, &config), "CommInitRankConfig");
+  return std::make_shared<Comm>(std::move(ccl), comm, size, rank);
+}
+
+Comm::Comm(std::shared_ptr<Ccl> ccl, void* comm, int size, int rank)
+    : ccl_(std::move(ccl)), comm_(comm), size_(size), rank_(rank) {}
+
+Comm::~Comm() {
+  // Not destroyed by its owner: operations may still run, so only an abort returns for certain.
+  if (comm_ != nullptr) ccl_->table().abort(comm_);
+}
+
+void Comm::ensure_alive() const {
+  if (!aborted()) return;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  throw Aborted(reason_);
+}
+
+#define MONARCH_CCL_CALL(name, call)  \
+  ensure_alive();                     \
+  const int result = call;            \
+  if (result != 0) {                  \
+    ensure_alive();                   \
+    ccl_->check(result, name, comm_); \
+  }
+
+void Comm::all_reduce(const void* send, void* recv, std::size_t count, int type, int op, void* stream) {
+  MONARCH_CCL_CALL("AllReduce", ccl_->table().all_reduce(send, recv, count, type, op, comm_, stream))
+}
+
+void Comm::all_gather(const void* send, void* recv, std::size_t count, int type, void* stream) {
+  MONARCH_CCL_CALL("AllGather", ccl_->table().all_gather(send, recv, count, type, comm_, stream))
+}
+
+void Comm::reduce_scatter(const void* send, void* recv, std::size_t count, int type, int op, void* stream) {
+  MONARCH_CCL_CALL("ReduceScatter", ccl_->table().reduce_scatter(send, recv, count, type, op, comm_, stream))
+}
+
+void Comm::broadcast(const void* send, void* recv, std::size_t count, int type, int root, void* stream) {
+  MONARCH_CCL_CALL("Broadcast", ccl_->table().broadcast(send, recv, count, type, root, comm_, stream))
+}
+
+void Comm::reduce(const void* send, void* recv, std::size_t count, int type, int op, int root, void* stream) {
+  MONARCH_CCL_CALL("Reduce", ccl_->table().reduce(send, recv, count, type, op, root, comm_, stream))
+}
+
+void Comm::send(const void* buffer, std::size_t count, int type, int peer, void* stream) {
+  MONARCH_CCL_CALL("Send", ccl_->table().send(buffer, count, type, peer, comm_, stream))
+}
+
+void Comm::recv(void* buffer, std::size_t count, int type, int peer, void* stream) {
+  MONARCH_CCL_CALL("Recv", ccl_->table().recv(buffer, count, type, peer, comm_, stream))
+}
+
+void Comm::group_start() { MONARCH_CCL_CALL("GroupStart", ccl_->table().group_start()) }
+
+void Comm::group_end() {
+  // Ended also after an abort: the library counts starts and ends per thread, whatever happened between.
+  const int result = ccl_->table().group_end();
+  ensure_alive();
+  ccl_->check(result, "GroupEnd", comm_);
+}
+
+#undef MONARCH_CCL_CALL
+
+std::shared_ptr<Comm> Comm::split(int color, int key, int new_size, int new_rank) {
+  ensure_alive();
+  if (ccl_->table().split == nullptr) {
+    throw LibraryMissing(std::string(kWhat) + " (" + ccl_->path() + ") cannot split: it is older than 2.18");
+  }
+  void* made = nullptr;
+  Config config;
+  const int result = ccl_->table().split(comm_, color < 0 ? -1 : color, key, &made, &config);
+  ensure_alive();
+  ccl_->check(result, "CommSplit", comm_);
+  return color < 0 ? nullptr : std::make_shared<Comm>(ccl_, made, new_size, new_rank);
+}
+
+std::string Comm::async_error() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (comm_ == nullptr) return reason_;
+  int error = 0;
+  ccl_->table().async_error(comm_, &error);
+  if (error == 0) return {};
+  std::string text = "error " + std::to_string(error);
+  if (ccl_->table().error_string != nullptr) text += std::string(" (") + ccl_->table().error_string(error) + ")";
+  return text;
+}
+
+void Comm::abort(const std::string& reason) {
+  void* comm = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (comm_ == nullptr) return;
+    reason_ = reason;
+    aborted_.store(true, std::memory_order_release);
+    comm = comm_;
+    comm_ = nullptr;
+  }
+  ccl_->table().abort(comm);
+}
+
+void Comm::destroy() {
+  void* comm = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (comm_ == nullptr) return;
+    reason_ = "the communicator was closed";
+    aborted_.store(true, std::memory_order_release);
+    comm = comm_;
+    comm_ = nullptr;
+  }
+  ccl_->check(ccl_->table().destroy(comm), "CommDestroy");
+}
+
+}  // namespace monarch::ccl
