@@ -4,7 +4,7 @@
 - `session`: from a plan to a finished report; `manager` sees one run through
 - `supervisor`, `watchdog`: one replica, started again in place; `injection` breaks it on purpose
 - `trainer`: the actor in a trainer's process; `engine`, `llama`, `data`, `schedule`: what it trains
-- `fault_tolerance`, `transfer`, `state`, `replica`, `addresses`: TorchFT as it is used here
+- `fault_tolerance`, `group`, `transfer`, `state`, `replica`, `addresses`: TorchFT as it is used here
 - `timeline`, `curves`, `event_index`: what the events mean; `live`, `report` show it
 """
 

@@ -45,6 +45,9 @@ class Engine(Protocol):
     def run(self) -> None:
         """Train until the run has committed its tokens."""
 
+    def let_go(self, patience: float) -> bool:
+        """Stop to wait for peers if that takes longer than ``patience`` seconds; for any thread."""
+
 
 class NonFiniteLossError(MonarchSlurmError):
     """The training loss is not a number any more: the run has diverged, or the hardware computes wrongly."""
@@ -146,6 +149,14 @@ class LlamaEngine:
             raise
         finally:
             self._close()
+
+    def let_go(self, patience: float) -> bool:
+        """Give up a collective with other replicas that has been waited in for ``patience`` seconds; for any thread.
+
+        Returns:
+            Whether there was one. The sync that it belongs to is lost.
+        """
+        return self._manager is not None and self._manager.group.let_go(patience)
 
     def _build(self) -> None:
         config, place = self._config, self._place

@@ -27,8 +27,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
-from torch.distributed import ProcessGroupGloo as GlooBackend
 
 # As in transfer.py: whichever module loads the library first.
 os.environ.setdefault("RUST_LOG", "warn")
@@ -36,12 +34,12 @@ os.environ.setdefault("RUST_LOG", "warn")
 import torchft.manager
 from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo
-from torchft.process_group import ProcessGroupGloo
 
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
 from monarch_slurm.train import state
 from monarch_slurm.train.addresses import in_url
 from monarch_slurm.train.config import Place, TrainConfig
+from monarch_slurm.train.group import ReplicaGroup
 from monarch_slurm.train.replica import Replica
 from monarch_slurm.train.transfer import StateTransport, Transfer
 
@@ -88,76 +86,6 @@ def start_lighthouse(bind_address: str, config: TrainConfig) -> tuple[Lighthouse
     except RuntimeError as error:
         raise ConfigError(f"the Lighthouse cannot listen on {bind_address}: {error}") from error
     return server, f"http://{host}:{server.address().rsplit(':', 1)[1]}"
-
-
-class _Work:
-    """A collective under way, which can be let go of although TorchFT still refers to it."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def wait(self) -> Any:
-        # The inner work never becomes a local name: the traceback of a failure is kept, and its frames with it.
-        if self.inner is None:
-            raise ConnectionError("this replica left the group after a failure")
-        return self.inner.wait()
-
-    def get_future(self) -> Any:
-        return self.inner.get_future()
-
-
-class ReplicaGroup(ProcessGroupGloo):  # type: ignore[misc]  # torchft has no types
-    """Gloo between replicas, on one given address rather than on an interface chosen by name or by host name.
-
-    When a member dies, only those that exchange data with it directly notice: in a ring, its two neighbours. The others
-    wait for the neighbours, who have given up, until the collective times out. So whoever notices has to `hang_up`,
-    which lets the failure run round the ring in milliseconds. Gloo has no call for that; it closes its sockets when
-    the last reference to any of its collectives is gone, hence `_Work`.
-
-    Attributes:
-        quorum_id: number of the quorum that the group was last made for; -1 before the first.
-    """
-
-    def __init__(self, address: str, timeout: float, connect_timeout: float) -> None:
-        super().__init__(timeout=timedelta(seconds=timeout))
-        self._address = address
-        self._connect_timeout = timedelta(seconds=connect_timeout)
-        self._works: list[_Work] = []
-        self.quorum_id = -1
-
-    def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *more: Any, **named: Any) -> None:
-        """Connect to the members of a new quorum."""
-        self.hang_up()
-        self.quorum_id = named["quorum_id"] if "quorum_id" in named else more[0]
-        super().configure(store_addr, replica_id, rank, world_size, *more, **named)
-
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        """Begin to reduce over the members; `hang_up` cancels it."""
-        self._works = [work for work in self._works if not work.inner.is_completed()]
-        self._works.append(_Work(super().allreduce(tensors, opts)))
-        return self._works[-1]
-
-    def hang_up(self) -> None:
-        """Close the sockets to all members: collectives that they wait in with this replica fail at once."""
-        for work in self._works:
-            work.inner = None
-        self._works.clear()
-        self.abort()
-
-    def _create_pg(self, store: Store, rank: int, world_size: int) -> ProcessGroup:
-        options = GlooBackend._Options()  # type: ignore[attr-defined]
-        options._devices = [GlooBackend.create_device(hostname=self._address)]
-        # A member that died since the quorum formed is waited for in vain: that may not take as long as a collective.
-        options._timeout = self._connect_timeout
-        backend = GlooBackend(store, rank, world_size, options)
-        backend._set_default_timeout(self._timeout)
-        backend._set_sequence_number_for_group()
-        kind = ProcessGroup.BackendType.GLOO
-        group = ProcessGroup(store, rank, world_size)
-        group._set_default_backend(kind)
-        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-            group._register_backend(torch.device(device), kind, backend)
-        return group
 
 
 @dataclass(frozen=True)

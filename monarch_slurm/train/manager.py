@@ -181,6 +181,8 @@ class Run:
         elif kind == "finished":
             state.finished.add(item["rank"])
             self._first_finished = self._first_finished or time.monotonic()
+        elif kind == "host_lost":
+            self._supervisors.peer_lost.broadcast(item["replica"])
         elif kind == "replica_lost":
             state.lost = True
             state.training = False

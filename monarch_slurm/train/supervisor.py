@@ -39,6 +39,9 @@ TRAINER_ENV: dict[str, str | None] = {"RUST_LOG": "warn", "TOKIO_WORKER_THREADS"
 _WATCH_SECONDS = 0.1
 """Longest pause between two looks at the deadlines."""
 
+PEER_LOST_PATIENCE = 1.0
+"""Seconds that a collective may have taken when a host is known to be lost: longer, and it waits for that host."""
+
 _PULSE_SECONDS = 0.5
 """Pause between a sign of life and the next question for one."""
 
@@ -132,6 +135,13 @@ class ReplicaActor(Actor):
         target = generation.failures.flatten("rank").slice(rank=rank)
         target.inject.broadcast(kind)
         return True
+
+    @endpoint
+    async def peer_lost(self, replica: int) -> None:
+        """Tell the trainers that the host of another replica is lost, which no broken connection may ever tell them."""
+        generation = self._generation
+        if replica != self._replica and generation is not None and not generation.over:
+            generation.pulses.peer_lost.broadcast(PEER_LOST_PATIENCE)
 
     @endpoint
     async def stop_replica(self) -> None:

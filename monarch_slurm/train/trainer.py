@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from monarch_slurm.actor import Actor, Port, current_rank, endpoint
 from monarch_slurm.host import ADDRESS_VARIABLE
@@ -12,6 +12,13 @@ from monarch_slurm.train.addresses import listen
 from monarch_slurm.train.config import Place, TrainConfig
 from monarch_slurm.train.events import Event
 from monarch_slurm.train.injection import check_injected
+
+if TYPE_CHECKING:
+    from monarch_slurm.train.engine import Engine
+
+
+_engine: Engine | None = None
+"""The engine of this process, for the actors beside the trainer's."""
 
 
 class TrainerActor(Actor):
@@ -53,6 +60,8 @@ class TrainerActor(Actor):
         """Train until the run is done. What it raises ends this actor; its supervisor is told the traceback."""
         from monarch_slurm.train.engine import LlamaEngine  # torch: only where training happens
 
+        global _engine
+
         rank = current_rank().rank
         place = Place(
             self._replica,
@@ -65,15 +74,22 @@ class TrainerActor(Actor):
             store_address,
             self._committed_step,
         )
-        LlamaEngine(self._config, place, self._events.send, check_injected).run()
+        _engine = LlamaEngine(self._config, place, self._events.send, check_injected)
+        _engine.run()
 
 
 class PulseActor(Actor):
-    """Runs beside a trainer, in the same process, and answers as long as the interpreter there runs."""
+    """Runs beside a trainer, in the same process: it answers as long as the interpreter there runs, and takes news."""
 
     @endpoint
     def pulse(self) -> None:
         """Give a sign of life."""
+
+    @endpoint
+    def peer_lost(self, patience: float) -> None:
+        """A peer's host is lost: do not wait for it in a collective any longer than ``patience`` seconds."""
+        if _engine is not None and _engine.let_go(patience):
+            self.logger.warning("left a collective with a replica whose host is lost")
 
 
 class LighthouseActor(Actor):

@@ -89,6 +89,24 @@ def test_a_death_inside_a_collective_is_noticed_by_all(zygote: Zygote) -> None:
     assert len({f["sha256"] for f in finished}) == 1
 
 
+def test_a_silent_peer_is_left_as_soon_as_it_is_known_to_be_lost(zygote: Zygote) -> None:
+    # A stopped process is as silent as a host without power: no connection breaks, and nothing but the news tells.
+    config = budget(replace(SMALL, replicas=4), 4 * 2 + 3 * 2)
+    with Run(zygote, config) as run:
+        trainers = [run.start(replica, freeze=3 if replica == 2 else None) for replica in range(4)]
+        run.begin()
+        run.wait(lambda: all(len(t.of("quorum")) == 3 for t in trainers), "all to begin the third sync")
+        run.lose_peer()
+        survivors = [t for t in trainers if t is not trainers[2]]
+        finished = run.wait_finished(*survivors)
+        assert trainers[2].status is None
+    for survivor in survivors:
+        syncs = survivor.of("sync")
+        assert values(syncs, "committed", "participants") == [(True, 4), (True, 4), (False, 4), (True, 3), (True, 3)]
+        assert syncs[2]["seconds"] < config.collective_timeout / 2
+    assert len({f["sha256"] for f in finished}) == 1
+
+
 def failure_free(zygote: Zygote, config: TrainConfig) -> list[Trainer]:
     with Run(zygote, config) as run:
         trainers = [run.start(replica) for replica in range(config.replicas)]

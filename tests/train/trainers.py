@@ -131,6 +131,7 @@ class Run:
         self.config, self._zygote = config, zygote
         self._folder = tempfile.TemporaryDirectory()
         self._gate = Path(self._folder.name) / "begin"
+        self._news = Path(self._folder.name) / "lost"
         self._trainers: list[Trainer] = []
         self.wait, self.wait_ended, self.wait_finished = zygote.wait, zygote.wait_ended, zygote.wait_finished
         self._lighthouse, self.url = start_lighthouse("127.0.0.1", config)
@@ -151,6 +152,10 @@ class Run:
         """Let the first step begin when all trainers are ready: else the slow ones would miss the first quorum."""
         self.wait(lambda: all(t.of("held") or t.status is not None for t in self._trainers), "all to be ready")
         self._gate.touch()
+
+    def lose_peer(self) -> None:
+        """Tell all trainers, again and again from now on, that a peer is lost."""
+        self._news.touch()
 
     def start(
         self,
@@ -173,7 +178,9 @@ class Run:
         holds = {1: str(self._gate)} if generation == 0 else {}
         if hold is not None:
             holds[hold[0]] = str(hold[1])
-        trainer = self._zygote.fork(self.config, place, holds=holds, fail=fail, deaf=deaf, freeze=freeze)
+        trainer = self._zygote.fork(
+            self.config, place, holds=holds, fail=fail, deaf=deaf, freeze=freeze, news=str(self._news)
+        )
         self._trainers.append(trainer)
         return trainer
 
@@ -213,8 +220,16 @@ def train(request: dict[str, Any]) -> int:
             if quorums == request["freeze"]:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
+    def take_news() -> None:
+        while not Path(request["news"]).exists():
+            time.sleep(0.02)
+        while True:
+            engine.let_go(0.5)
+            time.sleep(0.02)
+
     engine = LlamaEngine(TrainConfig(**request["config"]), Place(**request["place"]), emit, injected)
     before = set(sys.modules)
+    threading.Thread(target=take_news, daemon=True).start()
     try:
         engine.run()
     except Exception:  # the engine has told it
