@@ -14,8 +14,8 @@ from support import REPOSITORY
 
 PACKAGE = REPOSITORY / "monarch_slurm"
 LAYERS = [
-    "config", "wire", "gpu", "rdma", "collectives", "host", "actor", "controller", "job", "tensor", "train", "cli",
-    "__main__",
+    "config", "wire", "native_build", "gpu", "host", "actor", "rdma", "collectives", "controller", "job", "tensor",
+    "train", "cli", "__main__",
 ]  # fmt: skip
 """From the lowest. ``errors`` and ``_version`` lie below all of them."""
 
