@@ -26,10 +26,12 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	git ls-files 'native/*.cpp' 'native/*.h' | xargs --no-run-if-empty $(BIN)/clang-format --dry-run --Werror
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	git ls-files 'native/*.cpp' 'native/*.h' | xargs --no-run-if-empty $(BIN)/clang-format -i
 
 bench: $(VENV)/.train
 	$(BIN)/python bench/recovery.py
