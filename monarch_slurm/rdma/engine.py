@@ -1,0 +1,64 @@
+"""What every way of transfer offers, and what it is given to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from monarch_slurm.rdma.errors import RDMATimeoutError
+
+
+@dataclass(frozen=True)
+class Target:
+    """A buffer of another process, as its holders know it. The key proves the right to reach it: never print it."""
+
+    slot: int
+    key: int
+    slot_address: int
+    address: int
+    nbytes: int
+    mapping: tuple[int, int, int] | None = None
+    """Descriptor in the owner, offset and size of the file behind the memory, if it has one that can be mapped."""
+
+
+class Op(NamedTuple):
+    """One copy between local host memory at ``address`` and the first ``nbytes`` of ``target``."""
+
+    write: bool
+    address: int
+    nbytes: int
+    target: Target
+    anchor: object | None = None
+
+
+class Engine(Protocol):
+    """One way of transfer to one peer."""
+
+    name: str
+
+    def transfer(self, ops: Sequence[Op], deadline: float) -> None:
+        """Do all ``ops``; return when all are complete.
+
+        Raises:
+            RDMAError: some failed; the others may or may not be complete.
+        """
+
+    def lost(self, reason: str) -> None:
+        """The peer is gone: end what waits for it. For any thread."""
+
+    def close(self) -> None:
+        """Give back what the engine holds."""
+
+
+def remaining(deadline: float) -> float:
+    """Return the seconds until ``deadline`` on the monotonic clock.
+
+    Raises:
+        RDMATimeoutError: there are none left.
+    """
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise RDMATimeoutError("the transfer was not complete within its timeout")
+    return left

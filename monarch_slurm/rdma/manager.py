@@ -1,0 +1,282 @@
+"""The transfer manager of a process: what peers may reach here, and an engine for each peer that is reached from here."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import psutil
+
+from monarch_slurm.actor.context import context
+from monarch_slurm.actor.runtime import Runtime
+from monarch_slurm.host.agent import ADDRESS_VARIABLE
+from monarch_slurm.rdma import samehost
+from monarch_slurm.rdma.control import Control, Fields
+from monarch_slurm.rdma.engine import Engine, Op, remaining
+from monarch_slurm.rdma.errors import NoBackendError, PeerLostError, RDMAError
+from monarch_slurm.rdma.local import LocalEngine
+from monarch_slurm.rdma.options import options
+from monarch_slurm.rdma.records import TransferRecord, records
+from monarch_slurm.rdma.registry import Registry
+from monarch_slurm.rdma.samehost import SameHost, SameHostMapped
+from monarch_slurm.rdma.tcp_client import TcpEngine
+from monarch_slurm.rdma.tcp_server import TcpServer
+from monarch_slurm.rdma.verbs import VerbsEngine, VerbsHost, verbs_host
+from monarch_slurm.rdma.workers import Workers
+from monarch_slurm.wire import Address
+
+
+class Home(NamedTuple):
+    """The process that owns a buffer, and the port of its manager."""
+
+    host: str
+    proc: str
+    port: int
+
+    @property
+    def process(self) -> Address:
+        """The owner's address."""
+        return Address(self.host, self.proc)
+
+
+class _Peer:
+    """The engines to one process, made when they are first needed."""
+
+    def __init__(self, manager: Manager, home: Home) -> None:
+        self._manager = manager
+        self._home = home
+        self._lock = threading.Lock()
+        self._card: Fields | None = None
+        self._engines: dict[str, Engine | None] = {}
+        self._lost = ""
+        manager.control.watch(home.process, self.gone)
+
+    def gone(self, reason: str) -> None:
+        """The process has ended."""
+        self._lost = reason
+        for engine in list(self._engines.values()):
+            if engine is not None:
+                engine.lost(reason)
+
+    def engine(self, mapped: bool, direct: bool, deadline: float) -> Engine:
+        """Return the best engine: for memory that can be ``mapped``, or that the CPU can reach at all (``direct``)."""
+        if self._lost:
+            raise PeerLostError(f"the owner of the buffer is gone: {self._lost}")
+        allowed = options().transports
+        if not self._lock.acquire(timeout=remaining(deadline)):
+            remaining(deadline)
+        try:
+            card = self._card
+            if card is None:
+                card = self._card = self._manager.ask(self._home, "card", {}, deadline)
+            common = allowed & set(card["transports"])
+            if direct:
+                if "shm" in common and mapped and (found := self._get("shm", card, deadline)) is not None:
+                    return found
+                for name in ("process_vm", "ibverbs"):
+                    if name in common and (found := self._get(name, card, deadline)) is not None:
+                        return found
+            if "tcp" in common and (found := self._get("tcp", card, deadline)) is not None:
+                return found
+        finally:
+            self._lock.release()
+        raise NoBackendError(
+            f"no compatible RDMA backend for buffer of {self._home.process}: allowed here {sorted(allowed)}, there "
+            f"{sorted(card['transports'])}"
+        )
+
+    def _get(self, name: str, card: Fields, deadline: float) -> Engine | None:
+        if name not in self._engines:
+            self._engines[name] = getattr(self, f"_make_{name}")(card, deadline)
+        return self._engines[name]
+
+    def _make_process_vm(self, card: Fields, deadline: float) -> Engine | None:
+        if card["boot"] != samehost.boot_id():
+            return None
+        try:
+            return SameHost(card["pid"], card["nonce_address"], card["nonce"], card["lock_fd"])
+        except (OSError, RDMAError):
+            return None  # another PID namespace, or a kernel that forbids it
+
+    def _make_shm(self, card: Fields, deadline: float) -> Engine | None:
+        same = self._get("process_vm", card, deadline)
+        return SameHostMapped(same) if isinstance(same, SameHost) else None
+
+    def _make_ibverbs(self, card: Fields, deadline: float) -> Engine | None:
+        verbs = verbs_host()
+        if verbs is None or not card["verbs"]:
+            return None
+        return VerbsEngine(verbs, lambda kind, fields, by: self._manager.ask(self._home, kind, fields, by))
+
+    def _make_tcp(self, card: Fields, deadline: float) -> Engine:
+        same_host = card["boot"] == samehost.boot_id()
+        answer = self._manager.ask(self._home, "tcp", {"same_host": same_host}, deadline)
+        addresses = [(address, port) for address, port in answer["addresses"]]
+        current = options()
+        spawn = self._manager.workers.run
+        return TcpEngine(addresses, answer["secret"], current.rdma_tcp_streams, current.chunk_bytes, spawn)
+
+
+class Manager:
+    """What `manager` returns: there is one in each process that uses buffers. For any thread."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.pid = os.getpid()
+        self.registry = Registry()
+        self.workers = Workers()
+        self.verbs: VerbsHost | None = None
+        answers = {
+            "card": self._card,
+            "tcp": self._open_tcp,
+            "drop": self._drop,
+            "verbs_connect": self._verbs_connect,
+            "verbs_register": self._verbs_register,
+        }
+        self.control = Control(runtime, answers, self.workers.run)
+        self.home = Home(*runtime.address, self.control.port)
+        self.local = LocalEngine(self.registry)
+        self._lock = threading.Lock()
+        self._peers: dict[Home, _Peer] = {}
+        self._servers: dict[bool, TcpServer] = {}
+        self._watched: set[Address] = set()
+        samehost.allow_peers()
+
+    def ask(self, home: Home, kind: str, fields: Fields, deadline: float) -> Fields:
+        """Ask the manager of ``home``; see `Control.ask`."""
+        return self.control.ask(home.process, home.port, kind, fields, deadline)
+
+    def engine(self, home: Home, mapped: bool, direct: bool, deadline: float) -> Engine:
+        """Return the best engine to ``home``."""
+        if home == self.home:
+            return self.local
+        with self._lock:
+            peer = self._peers.get(home)
+            if peer is None:
+                peer = self._peers[home] = _Peer(self, home)
+        return peer.engine(mapped, direct, deadline)
+
+    def transfer(self, home: Home, mapped: bool, direct: bool, ops: Sequence[Op], deadline: float) -> RDMAError | None:
+        """Do ``ops``, which all go to ``home``; return what went wrong."""
+        started = time.monotonic()
+        backend, failure = "", None
+        try:
+            engine = self.engine(home, mapped, direct, deadline)
+            backend = engine.name
+            engine.transfer(ops, deadline)
+        except RDMAError as error:
+            failure = error.by(backend)
+        except Exception as error:  # a fault of this package; whoever waits must hear of it
+            failure = RDMAError(f"unexpected: {error!r}").by(backend)
+            failure.__cause__ = error
+        seconds = time.monotonic() - started
+        text = None if failure is None else str(failure)
+        nbytes = sum(op.nbytes for op in ops)
+        records.add(TransferRecord(str(home.process), backend or "none", len(ops), nbytes, seconds, text))
+        return failure
+
+    def drop(self, slot: int, key: int, deadline: float) -> None:
+        """Take back a buffer of this process; see `Registry.drop`."""
+        entry = self.registry.drop(slot, key, deadline)
+        if self.verbs is not None:
+            self.verbs.drop(entry)
+
+    # ---- answers to peers
+
+    def _card(self, _: Address, __: Fields) -> Fields:
+        return {
+            "boot": samehost.boot_id(),
+            "pid": os.getpid(),
+            "nonce_address": ctypes.addressof(self.registry.nonce),
+            "nonce": bytes(self.registry.nonce),
+            "lock_fd": self.registry.lock_fd,
+            "transports": sorted(options().transports),
+            "verbs": verbs_host() is not None,
+        }
+
+    def _open_tcp(self, _: Address, fields: Fields) -> Fields:
+        same_host = bool(fields["same_host"])
+        with self._lock:
+            server = self._servers.get(same_host)
+            if server is None:
+                listen, _told = listen_addresses(same_host)
+                server = self._servers[same_host] = TcpServer(self.registry, listen, options().rdma_tcp_threads)
+        addresses = []
+        for address, port in server.addresses:
+            told = _interface_addresses() if address in ("0.0.0.0", "::") else [address]  # noqa: S104 - compared only
+            addresses += [(ip, port) for ip in told]
+        return {"addresses": addresses, "secret": server.secret}
+
+    def _drop(self, _: Address, fields: Fields) -> Fields:
+        self.drop(fields["slot"], fields["key"], time.monotonic() + fields["seconds"])
+        return {}
+
+    def _verbs_connect(self, asking: Address, fields: Fields) -> Fields:
+        verbs = self._verbs()
+        with self._lock:
+            is_new = asking not in self._watched
+            self._watched.add(asking)
+        if is_new:
+            self.control.watch(asking, lambda _: verbs.forget_peer(asking))
+        return verbs.connect_peer(asking, fields)
+
+    def _verbs_register(self, asking: Address, fields: Fields) -> Fields:
+        entries = [self.registry.find(slot, key) for slot, key in fields["buffers"]]
+        return {"rkeys": [self._verbs().export(entry, self.registry) for entry in entries]}
+
+    def _verbs(self) -> VerbsHost:
+        with self._lock:
+            if self.verbs is None:
+                self.verbs = verbs_host()
+        if self.verbs is None:
+            raise NoBackendError("there is no RDMA device in this process")
+        return self.verbs
+
+
+def listen_addresses(same_host: bool) -> tuple[list[str], bool]:
+    """Return the addresses to listen on, and whether other hosts can reach them."""
+    if same_host:
+        return ["127.0.0.1"], False
+    configured = os.environ.get(ADDRESS_VARIABLE)
+    if configured:
+        return [configured], True
+    return ["0.0.0.0"], True  # noqa: S104 - which one a peer can reach is not known; strangers fail the handshake
+
+
+def _interface_addresses() -> list[str]:
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    return [
+        entry.address
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if name in up and entry.family == socket.AF_INET and not entry.address.startswith("127.")
+    ]
+
+
+_manager: Manager | None = None
+_manager_lock = threading.Lock()
+
+
+def manager() -> Manager:
+    """Return the transfer manager of this process, made with the first call, which must come from an actor or the
+    client.
+
+    Raises:
+        RuntimeError: the process was forked from one that had a manager, or the thread belongs to no actor.
+    """
+    global _manager
+    with _manager_lock:
+        if _manager is None:
+            _manager = Manager(context().actor_instance.runtime)
+        if _manager.pid != os.getpid():
+            raise RuntimeError("this process was forked from one that transfers buffers; spawn a proc instead")
+        return _manager
+
+
+def peek() -> Any:
+    """Return the manager if there is one, for tests and reports."""
+    return _manager

@@ -1,0 +1,152 @@
+"""What this process lets its peers reach: memory by slot and key.
+
+A slot holds the key of its buffer, 0 when it has none. Peers on this host look at the slot with the same system call
+that they copy with, so a dropped buffer needs no message. Order of a drop: the key is cleared, then the slot's byte in
+the lock file is locked exclusively. A peer locks it shared first, then looks at the key, then copies. So either it sees
+no key, or the drop waits for its copy to end; the kernel frees the lock of a peer that dies. Threads of this process
+are counted instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from monarch_slurm.rdma.errors import BufferGoneError, RDMAError, RDMATimeoutError
+from monarch_slurm.rdma.memory import Memory
+
+BLOCK = 4096
+NONCE_BYTES = 16
+
+_FLOCK = struct.Struct("hhqqi4x")
+_F_OFD_SETLK = 37
+"""From Linux's fcntl.h: locks of an open file, not of a process; Python 3.10 does not name it."""
+
+
+class Entry:
+    """One buffer that peers may reach."""
+
+    def __init__(self, slot: int, slot_address: int, key: int, memory: Memory) -> None:
+        self.slot = slot
+        self.slot_address = slot_address
+        self.key = key
+        self.memory = memory
+        self.dropped = False
+        self.users = 0
+
+
+class Registry:
+    """The buffers of this process. For any thread."""
+
+    def __init__(self) -> None:
+        self.nonce = (ctypes.c_ubyte * NONCE_BYTES)(*secrets.token_bytes(NONCE_BYTES))
+        self.lock_fd = os.memfd_create("monarch_slurm.rdma", os.MFD_CLOEXEC)
+        self._blocks: list[ctypes.Array[ctypes.c_uint64]] = []
+        self._free: list[int] = []
+        self._entries: dict[int, Entry] = {}
+        self._changed = threading.Condition()
+
+    def add(self, memory: Memory) -> Entry:
+        """Let peers reach ``memory`` until `drop`, which it is kept for."""
+        key = secrets.randbits(63) | 1
+        with self._changed:
+            if not self._free:
+                start = len(self._blocks) * BLOCK
+                self._blocks.append((ctypes.c_uint64 * BLOCK)())
+                self._free = list(range(start + BLOCK - 1, start - 1, -1))
+            slot = self._free.pop()
+            block, index = self._blocks[slot // BLOCK], slot % BLOCK
+            entry = Entry(slot, ctypes.addressof(block) + 8 * index, key, memory)
+            self._entries[slot] = entry
+            block[index] = key
+        return entry
+
+    def find(self, slot: int, key: int) -> Entry:
+        """Return the buffer.
+
+        Raises:
+            BufferGoneError: there is none in ``slot``, or not with this key.
+        """
+        entry = self._entries.get(slot)
+        if entry is None or entry.key != key or entry.dropped:
+            raise BufferGoneError(gone_text(slot))
+        return entry
+
+    @contextmanager
+    def using(self, entry: Entry) -> Iterator[None]:
+        """Hold off the end of `drop` while the block runs.
+
+        Raises:
+            BufferGoneError: the buffer is dropped.
+        """
+        with self._changed:
+            if entry.dropped:
+                raise BufferGoneError(gone_text(entry.slot))
+            entry.users += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                entry.users -= 1
+                self._changed.notify_all()
+
+    def drop(self, slot: int, key: int, deadline: float) -> Entry:
+        """Take a buffer back; when this returns, no peer on this host touches its memory any more.
+
+        Raises:
+            BufferGoneError: it is gone already.
+            RDMATimeoutError: a peer still copies; the buffer takes no new transfers, and its memory is kept for ever.
+        """
+        with self._changed:
+            entry = self.find(slot, key)
+            entry.dropped = True
+            self._blocks[slot // BLOCK][slot % BLOCK] = 0
+            if not self._changed.wait_for(lambda: entry.users == 0, deadline - time.monotonic()):
+                raise RDMATimeoutError(f"buffer {slot} is still being copied; it takes no new transfers")
+        with lock_slots(self.lock_fd, slot, slot + 1, True, deadline):
+            pass
+        with self._changed:
+            del self._entries[slot]
+            self._free.append(slot)
+        return entry
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def gone_text(slot: int) -> str:
+    """Return what to say of a buffer that is not there."""
+    return f"buffer {slot} not found: it was dropped by its owner, or the reference is none of this owner's"
+
+
+@contextmanager
+def lock_slots(fd: int, first: int, end: int, exclusive: bool, deadline: float) -> Iterator[None]:
+    """Lock the bytes ``first`` to ``end`` of a lock file while the block runs.
+
+    Raises:
+        RDMATimeoutError: another process holds them until ``deadline`` (on the monotonic clock).
+    """
+    kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
+    wait = 0.0005
+    while True:
+        try:
+            fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, first, end - first, 0))
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise RDMATimeoutError(f"buffers {first} to {end - 1} are still in use by another process") from None
+            time.sleep(wait)
+            wait = min(0.02, wait * 2)
+        except OSError as error:
+            raise RDMAError(f"cannot lock the table of buffers: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, first, end - first, 0))

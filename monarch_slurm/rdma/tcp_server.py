@@ -1,0 +1,308 @@
+"""The owner's end of TCP transfers: a few threads serve any number of connections.
+
+Each connection is a generator that runs until its socket would block; it yields what it waits for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import itertools
+import logging
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Generator
+
+from monarch_slurm.rdma import tcp_protocol as protocol
+from monarch_slurm.rdma.errors import BufferGoneError
+from monarch_slurm.rdma.memory import host_bytes, view_of
+from monarch_slurm.rdma.registry import Entry, Registry
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_SECONDS = 10.0
+_MAX_STRANGERS = 64
+"""Connections that have not proved themselves; more wait in the kernel."""
+_STEP = 4 * 2**20
+"""Bytes of one system call, and of one piece of device memory."""
+_SCRAP = 256 * 1024
+
+Wants = Generator[int, None, None]
+"""Yields the selector's event that it waits for."""
+
+
+class TcpServer:
+    """Serves the buffers of ``registry`` to peers that know `secret`.
+
+    Args:
+        registry: what can be reached.
+        addresses: IP addresses to listen on, each at a port of its own.
+        threads: how many serve.
+
+    Raises:
+        OSError: an address is none of this machine.
+    """
+
+    def __init__(self, registry: Registry, addresses: list[str], threads: int) -> None:
+        self.secret = secrets.token_bytes(32)
+        self.refused = 0
+        self._registry = registry
+        self._listeners = [_listen(address) for address in addresses]
+        self.addresses = [listener.getsockname()[:2] for listener in self._listeners]
+        self._workers = [_Worker(index) for index in range(max(1, threads))]
+        self._next = itertools.cycle(self._workers)
+        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
+        for listener in self._listeners:
+            threading.Thread(target=self._accept, args=(listener,), name="rdma-accept", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop listening and drop all connections."""
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        for worker in self._workers:
+            worker.stop()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            self._strangers.acquire()
+            try:
+                connection, address = listener.accept()
+            except OSError:
+                return  # closed
+            connection.setblocking(False)
+            tune(connection)
+            worker = next(self._next)
+            worker.add(connection, self._serve(connection, address, worker))
+
+    def _serve(self, connection: socket.socket, address: object, worker: _Worker) -> Wants:
+        try:
+            proved = yield from self._handshake(connection)
+        finally:
+            self._strangers.release()
+        if not proved:
+            self.refused += 1
+            logger.warning(
+                "refused a connection from %s that does not know the secret; %d so far", address, self.refused
+            )
+            return
+        worker.proved(connection)
+        scrap = memoryview(bytearray(_SCRAP))
+        header = memoryview(bytearray(protocol.REQUEST.size))
+        while True:
+            yield from _receive(connection, header)
+            operation, slot, key, offset, length = protocol.REQUEST.unpack(header)
+            entry, status = self._look(operation, slot, key, offset, length)
+            if operation == protocol.WRITE:
+                if entry is not None:
+                    status = yield from self._take(connection, entry, offset, length, scrap)
+                else:
+                    yield from _discard(connection, length, scrap)
+                yield from _send(connection, memoryview(protocol.REPLY.pack(status, 0)))
+            elif operation == protocol.READ:
+                yield from _send(
+                    connection, memoryview(protocol.REPLY.pack(status, 0 if entry is None else length)), more=True
+                )
+                if entry is not None:
+                    yield from self._give(connection, entry, offset, length)
+            else:
+                return
+
+    def _handshake(self, connection: socket.socket) -> Generator[int, None, bool]:
+        ours = os.urandom(protocol.NONCE_BYTES)
+        yield from _send(connection, memoryview(ours))
+        answer = memoryview(bytearray(protocol.NONCE_BYTES + protocol.PROOF_BYTES))
+        yield from _receive(connection, answer)
+        theirs = bytes(answer[: protocol.NONCE_BYTES])
+        expected = protocol.proof(self.secret, b"client", ours, theirs)
+        if not hmac.compare_digest(expected, answer[protocol.NONCE_BYTES :]):
+            return False
+        yield from _send(connection, memoryview(protocol.proof(self.secret, b"server", theirs, ours)))
+        return True
+
+    def _look(self, operation: int, slot: int, key: int, offset: int, length: int) -> tuple[Entry | None, int]:
+        try:
+            entry = self._registry.find(slot, key)
+        except BufferGoneError:
+            return None, protocol.GONE
+        if offset + length > entry.memory.nbytes:
+            return None, protocol.OUT_OF_RANGE
+        if operation == protocol.WRITE and entry.memory.readonly:
+            return None, protocol.READ_ONLY
+        return entry, protocol.DONE
+
+    def _give(self, connection: socket.socket, entry: Entry, offset: int, length: int) -> Wants:
+        stager = entry.memory.stager
+        bounce = host_bytes(min(_STEP, length), stager) if stager else None
+        for start in range(offset, offset + length, _STEP):
+            size = min(_STEP, offset + length - start)
+            address = entry.memory.address + start
+            if stager is not None and bounce is not None:
+                stager.to_host(start, bounce.address, size)
+                address = bounce.address
+            view = view_of(address, size)
+            while view:
+                with self._registry.using(entry):  # dropped in the middle: the connection ends, and the peer asks again
+                    sent = _try(connection.send, view)
+                if sent < 0:
+                    yield selectors.EVENT_WRITE
+                else:
+                    view = view[sent:]
+
+    def _take(
+        self, connection: socket.socket, entry: Entry, offset: int, length: int, scrap: memoryview
+    ) -> Generator[int, None, int]:
+        stager = entry.memory.stager
+        bounce = host_bytes(min(_STEP, length), stager) if stager else None
+        done = 0
+        try:
+            while done < length:
+                size = min(_STEP, length - done)
+                address = bounce.address if bounce is not None else entry.memory.address + offset + done
+                view = view_of(address, size)
+                while view:
+                    with self._registry.using(entry):
+                        got = _try(connection.recv_into, view)
+                    if got == 0:
+                        raise EOFError
+                    if got < 0:
+                        yield selectors.EVENT_READ
+                    else:
+                        view = view[got:]
+                        done += got
+                if stager is not None:
+                    with self._registry.using(entry):
+                        stager.from_host(offset + done - size, address, size)
+        except BufferGoneError:
+            yield from _discard(connection, length - done, scrap)
+            return protocol.GONE
+        return protocol.DONE
+
+
+class _Worker:
+    """A thread that runs connections."""
+
+    def __init__(self, index: int) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._new: list[tuple[socket.socket, Wants]] = []
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._wake_fd, selectors.EVENT_READ)
+        self._stopping = False
+        self._young: dict[socket.socket, float] = {}
+        """Connections that have not proved themselves, and until when they may."""
+        threading.Thread(target=self._run, name=f"rdma-serve-{index}", daemon=True).start()
+
+    def add(self, connection: socket.socket, serve: Wants) -> None:
+        self._new.append((connection, serve))
+        os.eventfd_write(self._wake_fd, 1)
+
+    def proved(self, connection: socket.socket) -> None:
+        self._young.pop(connection, None)
+
+    def stop(self) -> None:
+        self._stopping = True
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            for key, _ in self._selector.select(1.0 if self._young else None):
+                if key.fd == self._wake_fd:
+                    os.eventfd_read(self._wake_fd)
+                else:
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._step(key.fileobj, key.data, key.events)
+            while self._new:
+                connection, serve = self._new.pop()
+                self._young[connection] = time.monotonic() + HANDSHAKE_SECONDS
+                self._selector.register(connection, selectors.EVENT_READ, serve)
+                self._step(connection, serve, selectors.EVENT_READ)
+            self._tire_of_strangers()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                self._end(key.fileobj, key.data)
+        self._selector.close()
+
+    def _step(self, connection: socket.socket, serve: Wants, events: int) -> None:
+        try:
+            wanted = next(serve)
+        except (StopIteration, EOFError, OSError, BufferGoneError):
+            self._end(connection, serve)
+            return
+        except Exception:
+            logger.exception("a TCP transfer failed on the owner's side")
+            self._end(connection, serve)
+            return
+        if wanted != events:
+            self._selector.modify(connection, wanted, serve)
+
+    def _tire_of_strangers(self) -> None:
+        now = time.monotonic()
+        for connection, due in list(self._young.items()):
+            if now > due:
+                self._end(connection, self._selector.get_key(connection).data)
+
+    def _end(self, connection: socket.socket, serve: Wants) -> None:
+        self._young.pop(connection, None)
+        serve.close()
+        self._selector.unregister(connection)
+        connection.close()
+
+
+def tune(connection: socket.socket) -> None:
+    """Set what both ends want of a connection."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+
+
+def _listen(address: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((address, 0))
+        listener.listen(256)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _try(call: object, *arguments: object) -> int:
+    try:
+        return call(*arguments)  # type: ignore[operator, no-any-return]
+    except (BlockingIOError, InterruptedError):
+        return -1
+
+
+def _receive(connection: socket.socket, view: memoryview) -> Wants:
+    while view:
+        got = _try(connection.recv_into, view)
+        if got == 0:
+            raise EOFError
+        if got < 0:
+            yield selectors.EVENT_READ
+        else:
+            view = view[got:]
+
+
+def _discard(connection: socket.socket, length: int, scrap: memoryview) -> Wants:
+    while length:
+        piece = scrap[: min(length, len(scrap))]
+        yield from _receive(connection, piece)
+        length -= len(piece)
+
+
+def _send(connection: socket.socket, view: memoryview, more: bool = False) -> Wants:
+    while view:
+        sent = _try(connection.send, view, socket.MSG_MORE if more else 0)
+        if sent < 0:
+            yield selectors.EVENT_WRITE
+        else:
+            view = view[sent:]

@@ -1,0 +1,347 @@
+"""Transfers by an RDMA device (ibverbs): the owner's CPU takes no part.
+
+One device, port and address per process (see `verbs_devices`). An asking process makes a few reliable queue pairs to an
+owner, whose manager answers with as many; afterwards only the device works. Memory is registered when it is first used:
+an owner's buffer until it is dropped, local memory until its object dies or the cache is full. When a transfer fails,
+its queue pairs are destroyed, so that nothing touches local memory any more; the next one makes new ones.
+
+The cache cannot see a storage that is resized in place (``storage.resize_``): do not do that between transfers of the
+same tensor.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from monarch_slurm.errors import ConfigError
+from monarch_slurm.native_build import NativeBuildError, load_native
+from monarch_slurm.rdma import verbs_devices
+from monarch_slurm.rdma.engine import Op, Target, remaining
+from monarch_slurm.rdma.errors import (
+    BufferGoneError,
+    DeviceError,
+    PeerLostError,
+    RDMAError,
+    RDMATimeoutError,
+    RegistrationError,
+)
+from monarch_slurm.rdma.options import options
+from monarch_slurm.rdma.registry import Entry, Registry
+from monarch_slurm.wire import Address
+
+logger = logging.getLogger(__name__)
+
+_DEPTH = 16
+"""Chunks under way on one queue pair."""
+
+Fields = dict[str, Any]
+Ask = Callable[[str, Fields, float], Fields]
+
+
+class VerbsHost:
+    """The device of this process, what is registered with it, and the queue pairs that peers have asked for. For any thread."""
+
+    def __init__(self, native: Any, port: verbs_devices.Port) -> None:
+        self.port = port
+        self.native = native
+        self._lock = threading.Lock()
+        self._device: Any = None
+        self._exported: dict[int, tuple[int, Any]] = {}
+        self._passive: dict[tuple[Address, int], Any] = {}
+        self.cache = RegistrationCache(self.register, options().rdma_registration_cache_mb * 2**20)
+
+    @property
+    def device(self) -> Any:
+        """The open device.
+
+        Raises:
+            DeviceError: it cannot be opened.
+        """
+        with self._lock:
+            if self._device is None:
+                try:
+                    self._device = self.native.Device(self.port.device, self.port.number, self.port.gid.index)
+                except OSError as error:
+                    raise DeviceError(f"cannot open RDMA device {self.port.device}: {error.args[-1]}") from None
+            return self._device
+
+    def register(self, address: int, nbytes: int, local_write: bool, remote: bool = False) -> Any:
+        """Return a registration of memory; it ends when the object dies.
+
+        Raises:
+            RegistrationError: the device does not take it.
+        """
+        device = self.device
+        try:
+            return self.native.Region(device, address, nbytes, local_write, remote)
+        except OSError as error:
+            raise RegistrationError(registration_text(error.args[0], nbytes, self.port.device)) from None
+
+    def make_link(self, count: int) -> Any:
+        """Return queue pairs that are not connected yet.
+
+        Raises:
+            DeviceError: the device has no more.
+        """
+        device = self.device
+        try:
+            return self.native.Link(device, count, _DEPTH)
+        except OSError as error:
+            raise DeviceError(f"cannot make queue pairs on {self.port.device}: {error.args[-1]}") from None
+
+    def facts(self, link: Any) -> Fields:
+        """Return what the other end needs to know of ``link``."""
+        device = self.device
+        return {"numbers": link.numbers, "gid": device.gid, "lid": device.lid, "mtu": device.mtu}
+
+    def connect(self, link: Any, peer: Fields) -> None:
+        """Connect ``link`` to the queue pairs that ``peer`` tells of.
+
+        Raises:
+            DeviceError: the device refuses; mostly because there is no route to that address.
+        """
+        try:
+            link.connect(peer["numbers"], peer["gid"], peer["lid"], peer["mtu"])
+        except (OSError, ValueError) as error:
+            raise DeviceError(f"cannot connect queue pairs of {self.port.device}: {error.args[-1]}") from None
+
+    # ---- the owner's part
+
+    def connect_peer(self, asking: Address, fields: Fields) -> Fields:
+        """Answer a process that wants to reach this one's memory. A later request of its takes the place of the earlier one."""
+        link = self.make_link(len(fields["numbers"]))
+        self.connect(link, fields)
+        with self._lock:
+            old = self._passive.pop((asking, fields["link"]), None)
+            self._passive[asking, fields["link"]] = link
+        del old  # outside of the lock: the device may take its time
+        return self.facts(link)
+
+    def forget_peer(self, asking: Address) -> None:
+        """The process is gone: give back its queue pairs."""
+        with self._lock:
+            gone = [self._passive.pop(key) for key in list(self._passive) if key[0] == asking]
+        del gone
+
+    def export(self, entry: Entry, registry: Registry) -> int:
+        """Return the key by which devices of peers reach a buffer, registering it at the first call."""
+        with registry.using(entry), self._lock:
+            known = self._exported.get(entry.slot)
+        if known is not None and known[0] == entry.key:
+            return int(known[1].rkey)
+        memory = entry.memory
+        with registry.using(entry):  # a drop waits until it can see the registration
+            region = self.register(memory.address, memory.nbytes, not memory.readonly, True)
+            with self._lock:
+                known = self._exported.setdefault(entry.slot, (entry.key, region))
+        return int(known[1].rkey)
+
+    def drop(self, entry: Entry) -> None:
+        """End the registration of a buffer; when this returns no device touches it."""
+        with self._lock:
+            known = self._exported.pop(entry.slot, None)
+        del known
+
+
+class RegistrationCache:
+    """Registrations of local memory, kept while the object that the memory belongs to lives, and while there is room.
+
+    Args:
+        register: registers memory: address, bytes, whether it will be written.
+        limit: bytes that stay registered.
+    """
+
+    def __init__(self, register: Callable[[int, int, bool], Any], limit: int) -> None:
+        self._register = register
+        self._limit = limit
+        self._lock = threading.RLock()
+        self._kept: OrderedDict[tuple[int, int, int, bool], Any] = OrderedDict()
+        self._watched: dict[int, weakref.finalize[Any, Any]] = {}
+        self.nbytes = 0
+        self.hits = 0
+
+    def get(self, address: int, nbytes: int, write: bool, anchor: object | None) -> Any:
+        """Return a registration; it is valid as long as the caller holds it."""
+        if anchor is None:
+            return self._register(address, nbytes, write)
+        key = (id(anchor), address, nbytes, write)
+        with self._lock:
+            region = self._kept.get(key)
+            if region is not None:
+                self._kept.move_to_end(key)
+                self.hits += 1
+                return region
+        region = self._register(address, nbytes, write)
+        with self._lock:
+            if id(anchor) not in self._watched:
+                self._watched[id(anchor)] = weakref.finalize(anchor, self._forget, id(anchor))
+                self._watched[id(anchor)].atexit = False
+            if key not in self._kept:
+                self._kept[key] = region
+                self.nbytes += nbytes
+            while self.nbytes > self._limit and self._kept:
+                (_, _, old, _), _ = self._kept.popitem(last=False)
+                self.nbytes -= old
+        return region
+
+    def _forget(self, anchor: int) -> None:
+        with self._lock:
+            self._watched.pop(anchor, None)
+            for key in [key for key in self._kept if key[0] == anchor]:
+                del self._kept[key]
+                self.nbytes -= key[2]
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+class VerbsEngine:
+    """Transfers from and to one process.
+
+    Args:
+        host: the device of this process.
+        ask: asks the owner's manager.
+    """
+
+    name = "ibverbs"
+
+    def __init__(self, host: VerbsHost, ask: Ask) -> None:
+        self._host = host
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._link: Any = None
+        self._rkeys: dict[tuple[int, int], int] = {}
+        self._lost = ""
+
+    def transfer(self, ops: Sequence[Op], deadline: float) -> None:
+        """See `Engine.transfer`."""
+        if not self._lock.acquire(timeout=remaining(deadline)):
+            remaining(deadline)
+        try:
+            self._learn_keys({(op.target.slot, op.target.key) for op in ops}, deadline)
+            cache = self._host.cache
+            regions = [cache.get(op.address, op.nbytes, not op.write, op.anchor) for op in ops]
+            copies = [
+                (op.write, op.address, region.lkey, op.target.address, self._rkey(op.target), op.nbytes)
+                for op, region in zip(ops, regions, strict=True)
+            ]
+            if self._link is None:
+                self._link = self._connect(deadline)
+            kind, text = self._link.transfer(copies, options().chunk_bytes, remaining(deadline))
+            if kind:
+                self._link = None
+                raise self._explain(kind, text, [op.target for op in ops], deadline)
+        finally:
+            self._lock.release()
+
+    def lost(self, reason: str) -> None:
+        """See `Engine.lost`."""
+        self._lost = reason
+        link = self._link
+        if link is not None:
+            link.cancel()
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._link = None
+
+    def _connect(self, deadline: float) -> Any:
+        link = self._host.make_link(max(1, options().rdma_qps_per_peer))
+        answer = self._ask("verbs_connect", {**self._host.facts(link), "link": id(self)}, deadline)
+        self._host.connect(link, answer)
+        return link
+
+    def _learn_keys(self, buffers: Iterable[tuple[int, int]], deadline: float) -> None:
+        unknown = [buffer for buffer in buffers if buffer not in self._rkeys]
+        if unknown:
+            answer = self._ask("verbs_register", {"buffers": unknown}, deadline)
+            self._rkeys.update(zip(unknown, answer["rkeys"], strict=True))
+
+    def _rkey(self, target: Target) -> int:
+        return self._rkeys[target.slot, target.key]
+
+    def _explain(self, kind: str, text: str, targets: Sequence[Target], deadline: float) -> RDMAError:
+        port = f"{self._host.port.device} port {self._host.port.number}"
+        if self._lost:
+            return PeerLostError(f"the owner of the buffer is gone: {self._lost}")
+        if kind == "peer":
+            return PeerLostError(f"the owner of the buffer does not answer on the RDMA network: {text} ({port})")
+        if kind == "access":
+            # The device says only that a key opened nothing; the owner knows which buffer is gone.
+            buffers = {(target.slot, target.key) for target in targets}
+            for buffer in buffers:
+                self._rkeys.pop(buffer, None)
+            try:
+                self._learn_keys(buffers, deadline)
+            except RDMAError as error:
+                return error
+            return BufferGoneError(f"the owner's device refused the transfer: {text} ({port})")
+        if kind in ("timeout", "cancelled"):
+            return RDMATimeoutError(f"{text} ({port})")
+        if kind == "local":
+            return RegistrationError(f"the local memory is not what was registered: {text} ({port})")
+        return DeviceError(f"{text} ({port})")
+
+
+def registration_text(code: int, nbytes: int, device: str) -> str:
+    """Return what to say when registering fails with errno ``code``."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text = f"cannot register {nbytes} bytes with RDMA device {device}: {os.strerror(code)}"
+    if code in (errno.ENOMEM, errno.EPERM, errno.EAGAIN) and soft != resource.RLIM_INFINITY:
+        text += (
+            f". The limit of locked memory is {soft} bytes (`ulimit -l`); under Slurm set PropagateResourceLimitsExcept=MEMLOCK "
+            "and LimitMEMLOCK=infinity for slurmd"
+        )
+    return text
+
+
+_host: VerbsHost | None = None
+_host_pid = 0
+_host_lock = threading.Lock()
+
+
+def verbs_host() -> VerbsHost | None:
+    """Return the RDMA device of this process; None if it has none, may not use it, or cannot load what it takes.
+
+    Raises:
+        ConfigError: the setting ``rdma_ibverbs_target`` names no port that is active.
+    """
+    global _host, _host_pid
+    current = options()
+    if "ibverbs" not in current.transports:
+        return None
+    with _host_lock:
+        if _host_pid != os.getpid():
+            _host, _host_pid = _find(current.rdma_ibverbs_target), os.getpid()
+        return _host
+
+
+def _find(target: str) -> VerbsHost | None:
+    port = verbs_devices.choose(verbs_devices.ports(), target, verbs_devices.own_numa_nodes())
+    if port is None:
+        return None
+    try:
+        native = load_native("_rdma")
+    except (NativeBuildError, ConfigError, ImportError) as error:
+        logger.warning("RDMA device %s is not used, since the native module is not there: %s", port.device, error)
+        return None
+    if not native.has_verbs:
+        logger.warning(
+            "RDMA device %s is not used: the native module was built without libibverbs' headers", port.device
+        )
+        return None
+    host = VerbsHost(native, port)
+    try:
+        host.device  # noqa: B018 - opened here, so that a device that cannot be opened counts as none
+    except (DeviceError, native.LibraryMissing) as error:
+        logger.warning("RDMA device %s is not used: %s", port.device, error)
+        return None
+    return host

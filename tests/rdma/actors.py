@@ -1,0 +1,76 @@
+"""Actors that own and transfer buffers, for the tests. Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from typing import Any
+
+from monarch_slurm.actor import Actor, endpoint
+from monarch_slurm.rdma import RDMAAction, RDMABuffer, recent_transfers, shared_memory
+
+
+def pattern(nbytes: int, seed: int) -> bytearray:
+    """Return bytes that differ from seed to seed and from place to place."""
+    block = random.Random(seed).randbytes(min(nbytes, 65521))
+    return bytearray((block * (nbytes // len(block) + 1))[:nbytes])
+
+
+def digest(data: Any) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+class Holder(Actor):
+    """Owns memory, and reads and writes that of others."""
+
+    def __init__(self) -> None:
+        self.memory: list[memoryview] = []
+
+    @endpoint
+    def make(self, nbytes: int, seed: int, shared: bool = False) -> RDMABuffer:
+        view = shared_memory(nbytes) if shared else memoryview(bytearray(nbytes))
+        view[:] = pattern(nbytes, seed)
+        self.memory.append(view)
+        return RDMABuffer(view)
+
+    @endpoint
+    def make_many(self, sizes: list[int]) -> list[RDMABuffer]:
+        views = [memoryview(pattern(size, index)) for index, size in enumerate(sizes)]
+        self.memory += views
+        return [RDMABuffer(view) for view in views]
+
+    @endpoint
+    def digest_of(self, index: int) -> str:
+        return digest(self.memory[index])
+
+    @endpoint
+    def read(self, buffer: RDMABuffer, timeout: int = 60) -> tuple[str, str]:
+        """Return the digest of what was read, and by which backend."""
+        target = bytearray(buffer.size())
+        buffer.read_into(memoryview(target), timeout=timeout).get(120)
+        return digest(target), recent_transfers()[-1].backend
+
+    @endpoint
+    def write(self, buffer: RDMABuffer, nbytes: int, seed: int, timeout: int = 60) -> str:
+        buffer.write_from(memoryview(pattern(nbytes, seed)), timeout=timeout).get(120)
+        return recent_transfers()[-1].backend
+
+    @endpoint
+    def read_error(self, buffer: RDMABuffer, timeout: int = 60) -> tuple[str, str]:
+        """Return class and text of the error that a read ends with."""
+        error = buffer.read_into(memoryview(bytearray(buffer.size())), timeout=timeout).exception(120)
+        return type(error).__name__, str(error)
+
+    @endpoint
+    def add_up(self, buffers: list[RDMABuffer]) -> list[str]:
+        targets = [bytearray(buffer.size()) for buffer in buffers]
+        action = RDMAAction()
+        for target, buffer in zip(targets, buffers, strict=True):
+            action.read_remote(memoryview(target), buffer)
+        action.submit().get(120)
+        return [digest(target) for target in targets]
+
+    @endpoint
+    def pid(self) -> int:
+        return os.getpid()
