@@ -95,6 +95,7 @@ class Place:
         address: IP address of the interface that this trainer binds and advertises, for every socket it opens.
         store_port: port of the replica's TCPStore at ``store_address``; rank 0 serves it. 0 when the replica has one
         rank. store_address: IP address of the replica's rank 0.
+        device: index of the rank's GPU among those of its host; it is taken modulo their number.
         committed_step: the highest ``step`` of a committed sync that the supervisor has seen in the run so far. A
         trainer
             that meets a quorum which knows less raises instead of training from the start again.
@@ -109,3 +110,4 @@ class Place:
     store_port: int = 0
     store_address: str = "127.0.0.1"
     committed_step: int = 0
+    device: int = 0

@@ -84,7 +84,7 @@ def _device(place: Place) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     # A launcher that shows each rank only its own GPU leaves one to count from.
-    device = torch.device("cuda", place.rank % torch.cuda.device_count())
+    device = torch.device("cuda", place.device % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 

@@ -102,6 +102,8 @@ class ReplicaActor(Actor):
         self._config = config
         self._replica = current_rank().rank
         self._hosts = hosts[self._replica]
+        # Replicas that share hosts take consecutive GPUs there.
+        self._slot = hosts[: self._replica].count(self._hosts)
         self._lighthouse = lighthouse
         self._policy = policy
         self._events = events
@@ -180,7 +182,15 @@ class ReplicaActor(Actor):
         procs = self._hosts.spawn_procs({"gpus": per_host}, name=name, env=TRAINER_ENV)
         port, receiver = Channel.open()
         trainers = procs.spawn(
-            name, TrainerActor, config, self._replica, number, self._lighthouse, self._committed_step, port
+            name,
+            TrainerActor,
+            config,
+            self._replica,
+            number,
+            self._lighthouse,
+            self._committed_step,
+            self._slot * per_host,
+            port,
         )
         failures = procs.spawn("failure", FailureActor)
         pulses = procs.spawn("pulse", PulseActor)

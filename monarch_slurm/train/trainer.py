@@ -6,7 +6,7 @@ import os
 import socket
 from typing import TYPE_CHECKING, Any
 
-from monarch_slurm.actor import Actor, Port, current_rank, endpoint
+from monarch_slurm.actor import Actor, Port, context, current_rank, endpoint
 from monarch_slurm.host import ADDRESS_VARIABLE
 from monarch_slurm.train.addresses import listen
 from monarch_slurm.train.config import Place, TrainConfig
@@ -29,6 +29,7 @@ class TrainerActor(Actor):
         replica: index of the replica; ``generation`` says how often it was started before.
         lighthouse: address of the Lighthouse.
         committed_step: the highest committed step that the supervisor has seen.
+        first_device: index of the GPU of the first trainer of this replica on each of its hosts.
         events: where events go.
     """
 
@@ -39,6 +40,7 @@ class TrainerActor(Actor):
         generation: int,
         lighthouse: str,
         committed_step: int,
+        first_device: int,
         events: Port[Event],
     ) -> None:
         self._config = config
@@ -46,6 +48,7 @@ class TrainerActor(Actor):
         self._generation = generation
         self._lighthouse = lighthouse
         self._committed_step = committed_step
+        self._first_device = first_device
         self._events = events
         self._address = os.environ.get(ADDRESS_VARIABLE, "127.0.0.1")
 
@@ -73,6 +76,7 @@ class TrainerActor(Actor):
             store_port,
             store_address,
             self._committed_step,
+            self._first_device + context().actor_instance.rank["gpus"],
         )
         _engine = LlamaEngine(self._config, place, self._events.send, check_injected)
         _engine.run()

@@ -151,8 +151,8 @@ def test_an_interrupted_run_leaves_a_report_and_no_process(tmp_path: Path, numbe
 
 
 def test_two_ranks_per_replica_lose_one_and_come_back(tmp_path: Path) -> None:
-    options = ["--replicas", "3", "--procs-per-replica", "2", "--tokens", "500000", "--reference", "none"]
-    process = start(tmp_path, *options, "--fail-every", "8", "--failures", "kill")
+    options = ["--replicas", "3", "--procs-per-replica", "2", "--tokens", "350000", "--reference", "none"]
+    process = start(tmp_path, *options, "--fail-every", "6", "--failures", "kill")
     output, _ = process.communicate(timeout=280)
     assert process.returncode == 0, output
     report = report_in(tmp_path)
