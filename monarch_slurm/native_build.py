@@ -11,6 +11,7 @@ Settings, read from the environment:
 - ``MONARCH_SLURM_NATIVE_CACHE``: the folder of built modules; unset: ``~/.cache/monarch_slurm/native``
 - ``MONARCH_SLURM_NATIVE_BUILD=never``: `load_native` never compiles
 - ``MONARCH_SLURM_NATIVE_SANITIZE``: what to give to ``-fsanitize=``, for tests
+- ``MONARCH_SLURM_NATIVE_STRICT=1``: warnings are errors, as in this project's tests
 - ``CXX``: the compiler; unset: ``c++`` or ``g++``
 """
 
@@ -40,6 +41,7 @@ from monarch_slurm.errors import ConfigError, MonarchSlurmError
 PLATFORMS = ("rocm", "cuda", "none")
 
 _log = logging.getLogger(__name__)
+_loaded: dict[tuple[str, str], ModuleType] = {}
 
 
 class NativeBuildError(MonarchSlurmError):
@@ -164,10 +166,9 @@ def load_native(name: str, *, platform: str | None = None) -> ModuleType:
         NativeBuildError: it is not built and cannot be.
     """
     platform = platform or gpu_platform()
-    qualified = f"monarch_slurm.{name}" if platform == gpu_platform() else f"monarch_slurm.{name}_{platform}.{name}"
-    loaded = sys.modules.get(qualified)
-    if loaded is not None:
-        return loaded
+    if (name, platform) in _loaded:
+        return _loaded[name, platform]
+    qualified = f"monarch_slurm._{platform}.{name}"  # pybind11 knows one module of each name
     recipe = _recipe(name, platform, strict=False)
     if not recipe.target.is_file():
         if os.environ.get("MONARCH_SLURM_NATIVE_BUILD") == "never":
@@ -179,7 +180,7 @@ def load_native(name: str, *, platform: str | None = None) -> ModuleType:
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    sys.modules[qualified] = module
+    _loaded[name, platform] = module
     return module
 
 
@@ -212,7 +213,7 @@ def _recipe(name: str, platform: str, strict: bool) -> _Recipe:
     sanitize = os.environ.get("MONARCH_SLURM_NATIVE_SANITIZE")
     if sanitize:
         flags += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined"]
-    if strict:
+    if strict or os.environ.get("MONARCH_SLURM_NATIVE_STRICT") == "1":
         flags.append("-Werror")
     flags += [f"-DMONARCH_PLATFORM_{platform.upper()}=1", f"-I{sources_folder() / 'include'}"]
     flags += [f"-isystem{path}" for path in (sysconfig.get_path("include"), *_binding_headers())]

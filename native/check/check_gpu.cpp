@@ -51,7 +51,13 @@ static_assert(SameAbi<decltype(Table::retain_primary), decltype(&cuDevicePrimary
 static_assert(SameAbi<decltype(Table::set_current), decltype(&cuCtxSetCurrent)>::value, "set_current");
 #endif
 SAME(synchronize, cuCtxSynchronize, hipDeviceSynchronize);
-SAME(alloc, cuMemAlloc, (static_cast<hipError_t (*)(void**, size_t)>(hipMalloc)));
+#if defined(MONARCH_PLATFORM_ROCM)  // hipMalloc is overloaded by a template in C++
+static_assert(SameAbi<decltype(Table::alloc), hipError_t (*)(void**, std::size_t)>::value, "alloc");
+constexpr hipError_t (*kMalloc)(void**, std::size_t) = &hipMalloc;
+[[maybe_unused]] constexpr auto kTaken = kMalloc;
+#else
+SAME(alloc, cuMemAlloc, cuMemAlloc);
+#endif
 SAME(free, cuMemFree, hipFree);
 SAME(copy_to_host, cuMemcpyDtoH, hipMemcpyDtoH);
 SAME(copy_to_device, cuMemcpyHtoD, hipMemcpyHtoD);

@@ -27,7 +27,7 @@ Plain from_bytes(const std::string& bytes, const char* what) {
 }
 
 void bind_gpu(py::module_& m) {
-  py::class_<gpu::Runtime, std::shared_ptr<gpu::Runtime>>(m, "Runtime")
+  py::class_<gpu::Runtime, std::shared_ptr<gpu::Runtime>>(m, "Runtime", py::module_local())
       .def(py::init<const std::vector<std::string>&, std::vector<std::string>>())
       .def_property_readonly("path", &gpu::Runtime::path)
       .def("device_count", &gpu::Runtime::device_count)
@@ -65,14 +65,14 @@ void bind_gpu(py::module_& m) {
         rt.check(rt.table().ipc_get(&handle, address), "IpcGetMemHandle");
         return py::bytes(reinterpret_cast<const char*>(handle.bytes), sizeof handle.bytes);
       });
-  py::class_<gpu::Mapping>(m, "Mapping")
+  py::class_<gpu::Mapping>(m, "Mapping", py::module_local())
       .def_static("create", &gpu::Mapping::create, NoGil())
       .def_static("import_fd", &gpu::Mapping::import, NoGil())
       .def_property_readonly("address", &gpu::Mapping::address)
       .def_property_readonly("bytes", &gpu::Mapping::bytes)
       .def_property_readonly("device", &gpu::Mapping::device)
       .def("export_fd", [](const gpu::Mapping& mapping) { return mapping.export_fd().release(); });
-  py::class_<gpu::IpcMapping>(m, "IpcMapping")
+  py::class_<gpu::IpcMapping>(m, "IpcMapping", py::module_local())
       .def(py::init([](std::shared_ptr<gpu::Runtime> rt, int device, const std::string& handle) {
         return std::make_unique<gpu::IpcMapping>(std::move(rt), device,
                                                  from_bytes<gpu::IpcHandle>(handle, "an IPC handle"));
@@ -81,7 +81,7 @@ void bind_gpu(py::module_& m) {
 }
 
 void bind_ccl(py::module_& m) {
-  py::class_<ccl::Ccl, std::shared_ptr<ccl::Ccl>>(m, "Ccl")
+  py::class_<ccl::Ccl, std::shared_ptr<ccl::Ccl>>(m, "Ccl", py::module_local())
       .def(py::init<const std::vector<std::string>&>())
       .def_property_readonly("path", &ccl::Ccl::path)
       .def("version", &ccl::Ccl::version)
@@ -91,7 +91,7 @@ void bind_ccl(py::module_& m) {
       });
   using ccl::Comm;
   using U64 = std::uint64_t;
-  py::class_<Comm, std::shared_ptr<Comm>>(m, "Comm")
+  py::class_<Comm, std::shared_ptr<Comm>>(m, "Comm", py::module_local())
       .def_static("init",
                   [](std::shared_ptr<ccl::Ccl> library, const std::string& id, int size, int rank) {
                     const auto unique = from_bytes<ccl::UniqueId>(id, "a unique id");
@@ -163,10 +163,10 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "GPU memory and collectives of monarch_slurm; see monarch_slurm.gpu and monarch_slurm.collectives";
   m.attr("platform") = MONARCH_PLATFORM_NAME;
   const py::object root = py::module_::import("monarch_slurm.errors").attr("MonarchSlurmError");
-  py::register_exception<LibraryMissing>(m, "LibraryMissing", root.ptr());
-  py::register_exception<gpu::Error>(m, "GpuError", root.ptr());
-  py::register_exception<ccl::Error>(m, "CclError", root.ptr());
-  py::register_exception<ccl::Aborted>(m, "CclAborted", m.attr("CclError").ptr());
+  py::register_local_exception<LibraryMissing>(m, "LibraryMissing", root.ptr());
+  py::register_local_exception<gpu::Error>(m, "GpuError", root.ptr());
+  py::register_local_exception<ccl::Error>(m, "CclError", root.ptr());
+  py::register_local_exception<ccl::Aborted>(m, "CclAborted", m.attr("CclError").ptr());
   bind_gpu(m);
   bind_ccl(m);
 }

@@ -1,0 +1,225 @@
+"""Everything that needs GPUs, once: memory, collectives, abort, re-making, the c10d backend. Prints one table.
+
+    python bench/gpu/hardware.py            # uses every GPU that is visible, one process each
+    python bench/gpu/hardware.py --json F   # also writes the rows to F
+
+The package must be installed, or the repository's root be on PYTHONPATH. No network is used; the native module is
+built first if need be. Rows that fail say why, and
+the exit status is their number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from monarch_slurm.collectives import Communicator, PeerLostError, invite
+from monarch_slurm.gpu import (
+    GpuMemory,
+    export_dmabuf,
+    gpu_devices,
+    receive_memory,
+    receive_tensor,
+    send_memory,
+    send_tensor,
+)
+from monarch_slurm.native_build import build_native, gpu_platform
+
+DEADLINE_S = 120
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "collectives"))  # `cases`: what CI checks on CPUs
+Pipe = Any
+
+
+def facts(_rank: int, _size: int, _pipe: Pipe) -> str:
+    return ", ".join(f"{device.name} at {device.pci_address}, NUMA {device.numa_node}" for device in gpu_devices())
+
+
+def memory(rank: int, _size: int, pipe: Pipe) -> str:
+    """A mapping of rank 0 written by rank 1, as bytes and as a tensor; a dmabuf of it and of torch's memory."""
+    sock = socket.socket(fileno=pipe[2])
+    if rank == 1:
+        mapped = receive_memory(sock, rank)
+        mapped.tensor()[100:104] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8, device=f"cuda:{rank}")
+        torch.cuda.synchronize()
+        sock.sendall(b"!")
+        peer = receive_tensor(sock, rank)
+        peer += 1
+        torch.cuda.synchronize()
+        sock.sendall(b"!")
+        return "written from the peer"
+    mapped = GpuMemory.allocate(1 << 20)
+    made = export_dmabuf(mapped.address + 5, 1000)
+    os.close(made.fd)
+    tensor = torch.arange(1000, device="cuda:0").to(torch.float32)
+    plain = export_dmabuf(tensor.data_ptr(), 4000)
+    os.close(plain.fd)
+    if _size == 1:
+        return f"{mapped.size_bytes} bytes mapped; dmabuf of mapped and of torch's memory"
+    send_memory(sock, mapped)
+    assert sock.recv(1) == b"!"
+    assert mapped.read(4, 100) == b"\1\2\3\4"
+    send_tensor(sock, tensor)
+    assert sock.recv(1) == b"!"
+    assert torch.equal(tensor.cpu(), torch.arange(1000).float() + 1)
+    return f"{mapped.size_bytes} bytes mapped in both; torch tensor shared; dmabuf of both (offset {made.offset_bytes})"
+
+
+def join(rank: int, size: int, pipe: Pipe) -> Communicator:
+    """Join by an invitation that rank 0 makes and the parent process carries."""
+    if rank == 0:
+        pipe[0].send(("invitation", invite("ccl")[0]))
+    return Communicator.join(pipe[0].recv(), rank, size, device=f"cuda:{rank}", timeout_s=DEADLINE_S)
+
+
+def reductions(rank: int, size: int, pipe: Pipe) -> str:
+    cases = import_module("cases")
+    comm = join(rank, size, pipe)
+    text = f"{cases.check_reductions(comm)} equal the float64 reference"
+    comm.close()
+    return text
+
+
+def moves(rank: int, size: int, pipe: Pipe) -> str:
+    cases = import_module("cases")
+    comm = join(rank, size, pipe)
+    text = f"{cases.check_moves(comm)} bit for bit"
+    if size > 1:
+        cases.check_split(comm)
+        text += ", split and shrink"
+    comm.close()
+    return text
+
+
+def graph(rank: int, size: int, pipe: Pipe) -> str:
+    comm = join(rank, size, pipe)
+    tensor = torch.ones(1 << 20, device=comm.device)
+    comm.all_reduce(tensor).wait()
+    tensor.fill_(1)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        tensor.mul_(2)
+        comm.all_reduce(tensor)
+    for _ in range(3):
+        captured.replay()
+    torch.cuda.synchronize()
+    assert tensor.unique().tolist() == [float((2 * size) ** 3)]
+    del captured
+    comm.close()
+    return "all_reduce replayed 3 times"
+
+
+def abort(rank: int, size: int, pipe: Pipe) -> str:
+    """The last rank never calls; the others are told, and make a new communicator without it."""
+    if size == 1:
+        return "needs 2 GPUs"
+    comm = join(rank, size, pipe)
+    tensor = torch.ones(1 << 20, device=comm.device)
+    comm.all_reduce(tensor).wait()
+    if rank == size - 1:
+        pipe[0].recv()
+        comm.abort("hangs", rank)
+        return "hung on purpose"
+    work = comm.all_reduce(tensor)
+    time.sleep(0.5)  # the kernel spins on the GPU by now
+    assert not work.is_completed()
+    begin = time.monotonic()
+    comm.abort("hangs", size - 1)
+    try:
+        work.wait(10)
+    except PeerLostError as error:
+        assert error.rank == size - 1  # noqa: PT017
+    torch.cuda.synchronize()
+    aborted = time.monotonic()
+    survivors = join(rank, size - 1, pipe)
+    tensor.fill_(1)
+    survivors.all_reduce(tensor).wait()
+    assert tensor[0].item() == size - 1
+    done = time.monotonic()
+    survivors.close()
+    pipe[0].send(("release", None))
+    return f"aborted in {1e3 * (aborted - begin):.0f} ms, made anew in {1e3 * (done - aborted):.0f} ms"
+
+
+CHECKS: list[Callable[[int, int, Pipe], str]] = [facts, memory, reductions, moves, graph, abort]
+
+
+def rank_main(check: Callable[[int, int, Pipe], str], rank: int, size: int, pipe: Any, fd: int) -> None:
+    try:
+        torch.cuda.set_device(rank)
+        text = check(rank, size, (pipe, None, fd))
+        pipe.send(("done", text))
+    except BaseException:
+        pipe.send(("error", f"rank {rank}: {traceback.format_exc(limit=-3)}"))
+    os._exit(0)
+
+
+def run(check: Callable[[int, int, Pipe], str], size: int) -> tuple[bool, str]:
+    """Run a check with one process for each GPU; carries invitations between them."""
+    context = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    sockets = socket.socketpair()
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        fd = sockets[rank % 2].fileno()
+        processes.append(context.Process(target=rank_main, args=(check, rank, size, theirs, fd), daemon=True))
+        processes[-1].start()
+        pipes.append(ours)
+    results: list[str | None] = [None] * size
+    ok, deadline = True, time.monotonic() + DEADLINE_S
+    while None in results and time.monotonic() < deadline:
+        for ready in multiprocessing.connection.wait([p for p, r in zip(pipes, results, strict=True) if r is None], 1):
+            kind, value = ready.recv()
+            if kind == "invitation":
+                for pipe, result in zip(pipes, results, strict=True):
+                    if result is None:
+                        pipe.send(value)
+            elif kind == "release":
+                pipes[-1].send(None)
+            else:
+                results[pipes.index(ready)] = value
+                ok = ok and kind == "done"
+                if kind == "error":
+                    deadline = min(deadline, time.monotonic() + 5)
+    for process in processes:
+        process.kill()
+    if None in results:
+        return False, f"no answer of ranks {[i for i, r in enumerate(results) if r is None]}; {results}"
+    return ok, str(results[0] if ok else "; ".join(map(str, results)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--gpus", type=int, default=0)
+    arguments = parser.parse_args()
+    build_native(["_native"])
+    size = arguments.gpus or len(gpu_devices())
+    rows = []
+    for check in CHECKS:
+        begin = time.monotonic()
+        ok, text = run(check, size)
+        rows.append(
+            {"check": check.__name__, "gpus": size, "ok": ok, "seconds": time.monotonic() - begin, "what": text}
+        )
+        print(f"{check.__name__:<12} {'ok' if ok else 'FAILED':<7} {rows[-1]['seconds']:6.1f} s  {text}", flush=True)
+    print(f"platform {gpu_platform()}, {size} GPUs, torch {torch.__version__}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+    sys.exit(sum(not row["ok"] for row in rows))
+
+
+if __name__ == "__main__":
+    main()

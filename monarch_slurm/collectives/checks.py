@@ -1,0 +1,100 @@
+"""What is refused before anything is sent: a wrong tensor on one rank would hang or harm the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+OPS = ("sum", "prod", "max", "min", "avg")
+"""Reductions, in the order of NCCL's codes."""
+
+CCL_DTYPES = {
+    "int8": 0,
+    "uint8": 1,
+    "int32": 2,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 5,
+    "float16": 6,
+    "float32": 7,
+    "float64": 8,
+    "bfloat16": 9,
+    "float8_e4m3fn": 10,
+    "float8_e5m2": 11,
+}
+"""NCCL's codes of torch's dtypes."""
+
+GLOO_DTYPES = frozenset({"int8", "uint8", "int32", "int64", "float16", "float32", "float64", "bfloat16"})
+"""What gloo can reduce."""
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Return ``float32`` for ``torch.float32``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def check_tensor(what: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Refuse a tensor that is not contiguous or lies on another device.
+
+    Raises:
+        ValueError: it is so.
+    """
+    if tensor.device != device:
+        raise ValueError(
+            f"{what} is on {tensor.device}, the communicator on {device}; move it with .to({str(device)!r})"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{what} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; use .contiguous()"
+        )
+
+
+def check_reduction(op: str, tensor: torch.Tensor, dtypes: frozenset[str], library: str) -> None:
+    """Refuse a reduction that does not exist or that the library cannot do on the dtype.
+
+    Raises:
+        ValueError: no such reduction.
+        TypeError: the dtype cannot be reduced so.
+    """
+    if op not in OPS:
+        raise ValueError(f"reduction {op!r}: one of {', '.join(OPS)} expected")
+    if dtype_name(tensor) not in dtypes:
+        raise TypeError(f"{library} cannot reduce {tensor.dtype}; it can {', '.join(sorted(dtypes))}")
+    if op == "avg" and not tensor.is_floating_point():
+        raise TypeError(f"avg of {tensor.dtype} would not be whole; use sum, or a floating-point dtype")
+
+
+def check_same(what: str, tensor: torch.Tensor, other: torch.Tensor, numel: int) -> None:
+    """Refuse a pair of buffers that do not fit: ``tensor`` must have ``numel`` elements of ``other``'s dtype.
+
+    Raises:
+        TypeError: the dtypes differ.
+        ValueError: the sizes do not fit.
+    """
+    if tensor.dtype != other.dtype:
+        raise TypeError(f"{what} is {tensor.dtype}, but the other buffer is {other.dtype}")
+    if tensor.numel() != numel:
+        raise ValueError(f"{what} has {tensor.numel()} elements; {numel} are needed")
+
+
+def check_rank(what: str, rank: int, size: int) -> None:
+    """Refuse a rank that is not there.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not 0 <= rank < size:
+        raise ValueError(f"{what} {rank}: a rank from 0 to {size - 1} expected")
+
+
+def check_peer(peer: int, rank: int, size: int) -> None:
+    """Refuse a peer that is not there or is the rank itself.
+
+    Raises:
+        ValueError: it is so.
+    """
+    check_rank("peer", peer, size)
+    if peer == rank:
+        raise ValueError(f"peer {peer} is this rank itself; copy the tensor instead")

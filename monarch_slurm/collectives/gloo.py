@@ -1,0 +1,238 @@
+"""Collectives of CPU tensors over gloo.
+
+One thread per communicator runs the operations in the order they were asked for. gloo cannot take back an operation
+that waits for a dead peer, so an abort does not try: it lets every waiter go at once and leaves the thread behind,
+which ends when gloo's own time-out or the closing of the connections ends its wait.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from monarch_slurm.collectives.checks import GLOO_DTYPES
+from monarch_slurm.collectives.errors import CollectiveError
+from monarch_slurm.collectives.rendezvous import own_address
+from monarch_slurm.collectives.work import HostWork, Work
+
+if TYPE_CHECKING:
+    import torch
+
+
+class GlooTransport:
+    """One rank's end of a gloo group. The arguments of its operations have been checked."""
+
+    reducible = GLOO_DTYPES
+    library = "gloo"
+
+    def __init__(self, store: Any, rank: int, size: int, address: str, timeout_s: float) -> None:
+        from torch.distributed import ProcessGroupGloo as Gloo
+
+        group: Any = Gloo  # its stub lacks most of what it has
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self._address = address
+        self._timeout_s = timeout_s
+        options = group._Options()
+        options._devices = [group.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=timeout_s)
+        try:
+            self._group: Any = group(store, rank, size, options)
+        except RuntimeError as error:
+            raise CollectiveError(f"rank {rank} of {size} could not reach all peers from {address}: {error}") from error
+        self._failure: BaseException | None = None
+        self._pending: set[HostWork] = set()
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[HostWork, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._grouped: list[tuple[HostWork, Callable[[], Any]]] | None = None
+        threading.Thread(target=self._run, name=f"gloo-{rank}", daemon=True).start()
+
+    @classmethod
+    def join(cls, token: bytes, rank: int, size: int, timeout_s: float) -> GlooTransport:
+        """Join by an invitation's token; blocks until all ranks are there."""
+        from torch._C._distributed_c10d import TCPStore
+
+        host, _, port = token.decode().rpartition(":")
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+        except RuntimeError as error:
+            raise CollectiveError(f"rank {rank} cannot reach the inviting rank at {host}:{port}: {error}") from error
+        return cls(store, rank, size, own_address(host), timeout_s)
+
+    def split(self, name: str, members: Sequence[int] | None, color: int) -> GlooTransport | None:
+        """Make a group of ``members`` of this one; None where this rank is not among them."""
+        from torch._C._distributed_c10d import PrefixStore
+
+        del color
+        if members is None:
+            return None
+        store = PrefixStore(f"{name}/", self._store)
+        return GlooTransport(store, members.index(self.rank), len(members), self._address, self._timeout_s)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
+        """Reduce in place."""
+        from torch.distributed import AllreduceOptions
+
+        options = AllreduceOptions()
+        options.reduceOp = _reduce_op(op)
+
+        def run() -> None:
+            self._group.allreduce([tensor], options).wait()
+            _average(tensor, op, self.size)
+
+        return self._submit("all_reduce", run)
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: str) -> Work:
+        """Reduce to ``root``; what others hold afterwards is their own input."""
+        from torch.distributed import ReduceOptions
+
+        options = ReduceOptions()
+        options.reduceOp = _reduce_op(op)
+        options.rootRank = root
+        buffer = tensor if self.rank == root else tensor.clone()  # gloo uses the others' buffers as scratch
+
+        def run() -> None:
+            self._group.reduce([buffer], options).wait()
+            if self.rank == root:
+                _average(tensor, op, self.size)
+
+        return self._submit("reduce", run)
+
+    def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, op: str) -> Work:
+        """Reduce and give each rank its part."""
+        from torch.distributed import ReduceScatterOptions
+
+        options = ReduceScatterOptions()
+        options.reduceOp = _reduce_op(op)
+
+        def run() -> None:
+            self._group._reduce_scatter_base(output.view(-1), source.view(-1), options).wait()
+            _average(output, op, self.size)
+
+        return self._submit("reduce_scatter", run)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        """Copy ``root``'s tensor to all."""
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank = root
+        return self._submit("broadcast", lambda: self._group.broadcast([_raw(tensor)], options).wait())
+
+    def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Work:
+        """Concatenate all ranks' tensors."""
+        return self._submit("all_gather", lambda: self._group._allgather_base(_raw(output), _raw(source)).wait())
+
+    def all_to_all(
+        self, output: torch.Tensor, source: torch.Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
+    ) -> Work:
+        """Exchange parts; counts are in elements."""
+        width = source.element_size()
+        received = [count * width for count in output_counts]
+        sent = [count * width for count in input_counts]
+        return self._submit(
+            "all_to_all", lambda: self._group.alltoall_base(_raw(output), _raw(source), received, sent).wait()
+        )
+
+    def send(self, tensor: torch.Tensor, peer: int) -> Work:
+        """Send to ``peer``."""
+        return self._submit_pair("send", lambda: self._group.send([_raw(tensor)], peer, 0))
+
+    def recv(self, tensor: torch.Tensor, peer: int) -> Work:
+        """Receive from ``peer``."""
+        return self._submit_pair("recv", lambda: self._group.recv([_raw(tensor)], peer, 0))
+
+    def barrier(self) -> Work:
+        """Wait for all ranks."""
+        return self._submit("barrier", lambda: self._group.barrier().wait())
+
+    def group_start(self) -> None:
+        """Collect sends and receives until `group_end` starts them together."""
+        self._grouped = []
+
+    def group_end(self) -> Work:
+        """Start what was collected."""
+        started, self._grouped = self._grouped or [], None
+
+        def run() -> None:
+            for pending in [start() for _, start in started]:
+                pending.wait()
+            for work, _ in started:
+                work.finish()
+
+        return self._submit("group", run)
+
+    def abort(self, failure: BaseException) -> None:
+        """Fail everything that is pending and all that comes."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = failure
+            pending, self._pending = self._pending, set()
+        self._queue.put(None)
+        for work in pending:
+            work.finish(failure)
+
+    def close(self, failure: BaseException) -> None:
+        """Wait for what was started, then end."""
+        self._submit("close", lambda: None).wait(self._timeout_s)
+        self.abort(failure)
+
+    def _submit_pair(self, name: str, start: Callable[[], Any]) -> Work:
+        if self._grouped is None:
+            return self._submit(name, lambda: start().wait())
+        work = HostWork(name)
+        self._grouped.append((work, start))
+        with self._lock:
+            self._pending.add(work)
+        return work
+
+    def _submit(self, name: str, run: Callable[[], Any]) -> Work:
+        work = HostWork(f"{name} of rank {self.rank} of {self.size}")
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            self._pending.add(work)
+        self._queue.put((work, run))
+        return work
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, run = item
+            try:
+                run()
+            except BaseException as error:  # the waiter gets it
+                work.finish(error)
+            else:
+                work.finish()
+            with self._lock:
+                self._pending.discard(work)
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor: moving them works for every dtype."""
+    import torch
+
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _reduce_op(op: str) -> Any:
+    from torch.distributed import ReduceOp
+
+    return {
+        "sum": ReduceOp.SUM,
+        "avg": ReduceOp.SUM,
+        "prod": ReduceOp.PRODUCT,
+        "max": ReduceOp.MAX,
+        "min": ReduceOp.MIN,
+    }[op]
+
+
+def _average(tensor: torch.Tensor, op: str, size: int) -> None:
+    if op == "avg":
+        tensor.div_(size)

@@ -1,0 +1,64 @@
+// Compiled in tests against NCCL's real header (RCCL's is a copy of it); never part of a module.
+#include <nccl.h>
+
+#include <cstddef>
+#include <type_traits>
+
+#include "ccl.h"
+
+namespace {
+
+using monarch::ccl::Config;
+using monarch::ccl::Table;
+
+template <typename Ours, typename Theirs>
+struct SameAbi : std::false_type {};
+template <typename R1, typename... Ours, typename R2, typename... Theirs>
+struct SameAbi<R1 (*)(Ours...), R2 (*)(Theirs...)> {
+  static constexpr bool compare() {
+    if constexpr (sizeof...(Ours) == sizeof...(Theirs)) {
+      return sizeof(R1) == sizeof(R2) && ((sizeof(Ours) == sizeof(Theirs)) && ...) &&
+             ((std::is_class<Ours>::value == std::is_class<Theirs>::value) && ...);
+    } else {
+      return false;
+    }
+  }
+  static constexpr bool value = compare();
+};
+
+#define SAME(entry, function) static_assert(SameAbi<decltype(Table::entry), decltype(&function)>::value, #entry)
+
+SAME(get_version, ncclGetVersion);
+SAME(get_unique_id, ncclGetUniqueId);
+SAME(init_rank, ncclCommInitRankConfig);
+SAME(destroy, ncclCommDestroy);
+SAME(abort, ncclCommAbort);
+SAME(async_error, ncclCommGetAsyncError);
+SAME(split, ncclCommSplit);
+SAME(error_string, ncclGetErrorString);
+SAME(last_error, ncclGetLastError);
+SAME(all_reduce, ncclAllReduce);
+SAME(all_gather, ncclAllGather);
+SAME(reduce_scatter, ncclReduceScatter);
+SAME(broadcast, ncclBroadcast);
+SAME(reduce, ncclReduce);
+SAME(send, ncclSend);
+SAME(recv, ncclRecv);
+SAME(group_start, ncclGroupStart);
+SAME(group_end, ncclGroupEnd);
+
+static_assert(sizeof(monarch::ccl::UniqueId) == sizeof(ncclUniqueId));
+static_assert(offsetof(Config, size) == offsetof(ncclConfig_t, size));
+static_assert(offsetof(Config, magic) == offsetof(ncclConfig_t, magic));
+static_assert(offsetof(Config, version) == offsetof(ncclConfig_t, version));
+static_assert(offsetof(Config, blocking) == offsetof(ncclConfig_t, blocking));
+static_assert(offsetof(Config, cga_cluster_size) == offsetof(ncclConfig_t, cgaClusterSize));
+static_assert(offsetof(Config, min_ctas) == offsetof(ncclConfig_t, minCTAs));
+static_assert(offsetof(Config, max_ctas) == offsetof(ncclConfig_t, maxCTAs));
+static_assert(offsetof(Config, net_name) == offsetof(ncclConfig_t, netName));
+static_assert(ncclSum == 0 && ncclProd == 1 && ncclMax == 2 && ncclMin == 3 && ncclAvg == 4);
+static_assert(ncclInt8 == 0 && ncclUint8 == 1 && ncclInt32 == 2 && ncclUint32 == 3 && ncclInt64 == 4);
+static_assert(ncclUint64 == 5 && ncclFloat16 == 6 && ncclFloat32 == 7 && ncclFloat64 == 8 && ncclBfloat16 == 9);
+static_assert(ncclFloat8e4m3 == 10 && ncclFloat8e5m2 == 11);
+
+}  // namespace

@@ -1,0 +1,145 @@
+"""Collectives of CPU tensors between real processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import cases  # noqa: E402
+
+from monarch_slurm.collectives import Communicator, CommunicatorClosedError, PeerLostError, invite  # noqa: E402
+
+DEADLINE_S = 60
+
+
+def _rank_main(body: Callable[..., Any], invitation: Any, rank: int, size: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    try:
+        pipe.send(("result", body(Communicator.join(invitation, rank, size, timeout_s=DEADLINE_S), pipe)))
+    except BaseException as error:
+        pipe.send(("error", f"rank {rank}: {type(error).__name__}: {error}"))
+    os._exit(0)
+
+
+def start(body: Callable[..., Any], size: int) -> tuple[list[Any], list[Connection], Any]:
+    invitation, kept = invite("gloo")
+    context = multiprocessing.get_context("fork")
+    processes, pipes = [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=_rank_main, args=(body, invitation, rank, size, theirs), daemon=True))
+        pipes.append(ours)
+        processes[-1].start()
+    return processes, pipes, kept
+
+
+def answer(pipe: Connection) -> Any:
+    assert pipe.poll(DEADLINE_S), "a rank did not answer"
+    kind, value = pipe.recv()
+    assert kind == "result", value
+    return value
+
+
+def on_ranks(body: Callable[..., Any], size: int) -> list[Any]:
+    processes, pipes, _kept = start(body, size)
+    results = [answer(pipe) for pipe in pipes]
+    for process in processes:
+        process.join()
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_reductions_are_the_float64_reference(size: int) -> None:
+    checked = on_ranks(lambda comm, _: cases.check_reductions(comm), size)
+    assert checked == [3 * (4 * 8 + 4) * 5] * size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_moves_are_bit_for_bit(size: int) -> None:
+    checked = on_ranks(lambda comm, _: cases.check_moves(comm), size)
+    assert checked == [6 * 11 * 5 + 2] * size
+
+
+def test_split_and_shrink() -> None:
+    on_ranks(lambda comm, _: cases.check_split(comm), 4)
+
+
+def _refusals(comm: Communicator, _: Connection) -> list[str]:
+    two = torch.ones(2, 2)
+    half = torch.ones(2, dtype=torch.float16)
+    wrong = [
+        lambda: comm.all_reduce(two.t()),
+        lambda: comm.all_reduce(two.to("meta")),
+        lambda: comm.all_reduce(two, "median"),
+        lambda: comm.all_reduce(two.to(torch.float8_e4m3fn)),
+        lambda: comm.all_reduce(two.to(torch.int32), "avg"),
+        lambda: comm.all_gather(torch.ones(3), torch.ones(2)),
+        lambda: comm.all_gather(torch.ones(4), half),
+        lambda: comm.broadcast(two, 2),
+        lambda: comm.all_to_all_v(torch.ones(2), torch.ones(2), [1, 1], [3, -1]),
+        lambda: comm.all_to_all(torch.ones(3), torch.ones(3)),
+        lambda: comm.gather(two if comm.rank else None, two, 0),
+        lambda: comm.split([[0, 1], [1]]),
+    ]
+    texts = []
+    for call in wrong:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            call()
+        texts.append(str(caught.value))
+    comm.all_reduce(two).wait()  # the communicator is unharmed
+    assert two.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    comm.close()
+    with pytest.raises(CommunicatorClosedError):
+        comm.barrier()
+    return texts
+
+
+def test_wrong_arguments_are_refused_and_harm_nothing() -> None:
+    texts = on_ranks(_refusals, 2)[0]
+    for text, part in zip(
+        texts[:5], ["not contiguous", "is on meta", "'median'", "float8_e4m3fn", "avg of"], strict=True
+    ):
+        assert part in text
+
+
+def _wait_for_the_dead(comm: Communicator, pipe: Connection) -> list[Any]:
+    comm.barrier().wait()
+    pipe.send(("result", os.getpid()))
+    if comm.rank == 1:
+        signal.pause()
+    works = [comm.recv(torch.ones(1), 1), comm.all_reduce(torch.ones(1))]
+
+    def supervisor() -> None:
+        kind, reason = pipe.recv()
+        comm.abort(reason, kind)
+
+    threading.Thread(target=supervisor, daemon=True).start()
+    texts = []
+    for work in works:
+        with pytest.raises(PeerLostError) as caught:
+            work.wait(DEADLINE_S)
+        texts.append((caught.value.rank, caught.value.reason))
+    with pytest.raises(PeerLostError):
+        comm.barrier()
+    return texts
+
+
+def test_abort_tells_every_waiter_which_rank_although_the_peer_only_hangs() -> None:
+    processes, pipes, _kept = start(_wait_for_the_dead, 3)
+    pids = [answer(pipe) for pipe in pipes]
+    for rank in (0, 2):
+        pipes[rank].send((1, "killed by signal 9"))
+    for rank in (0, 2):
+        assert answer(pipes[rank]) == [(1, "killed by signal 9")] * 2
+    os.kill(pids[1], signal.SIGKILL)
+    for process in processes:
+        process.join()

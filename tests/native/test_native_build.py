@@ -1,0 +1,97 @@
+"""Building, caching and loading native modules, with the real compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from monarch_slurm.errors import ConfigError
+from monarch_slurm.native_build import NativeBuildError, build_native, gpu_platform, load_native, sources_folder
+
+
+@pytest.mark.parametrize("platform", ["rocm", "cuda", "none"])
+def test_every_platform_builds_without_a_warning(platform: str) -> None:
+    built = build_native(["_native"], platform=platform)
+    assert built["_native"].is_file()
+
+
+def test_a_module_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho x >> "$0.calls"\n'
+        'while [ "$1" != -o ]; do shift; done\n: > "$2"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("MONARCH_SLURM_NATIVE_CACHE", str(tmp_path / "cache"))
+    first = build_native(["_native"], platform="none")
+    assert build_native(["_native"], platform="none") == first
+    assert (tmp_path / "compiler.calls").read_text() == "x\n"
+    assert build_native(["_native"], platform="cuda") != first
+
+
+def test_a_compiler_error_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "c++ -DMONARCH_PLATFORM_NONE=syntax -include no_such_header.h")
+    monkeypatch.setenv("MONARCH_SLURM_NATIVE_CACHE", str(tmp_path))
+    with pytest.raises(NativeBuildError, match=r"building _native failed[\s\S]*no_such_header.h"):
+        build_native(["_native"], platform="none")
+
+
+def test_without_a_compiler_the_text_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NativeBuildError, match="install g"):
+        build_native(["_native"], platform="none")
+
+
+def test_platform_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_SLURM_GPU_PLATFORM", "rocm")
+    assert gpu_platform() == "rocm"
+    monkeypatch.setenv("MONARCH_SLURM_GPU_PLATFORM", "metal")
+    with pytest.raises(ConfigError, match="metal"):
+        gpu_platform()
+
+
+@pytest.mark.parametrize(
+    ("platform", "text"), [("rocm", "ROCm's runtime"), ("cuda", "NVIDIA's driver"), ("none", "no GPU")]
+)
+def test_without_a_gpu_the_error_says_what_to_install(platform: str, text: str) -> None:
+    module = load_native("_native", platform=platform)
+    with pytest.raises(module.LibraryMissing, match=text):
+        module.Runtime(["libnot-there.so.1"], [])
+
+
+def test_a_library_that_is_too_old_is_named() -> None:
+    module = load_native("_native", platform="cuda")
+    with pytest.raises(module.LibraryMissing, match=r"libc\.so\.6\) has no function cuInit"):
+        module.Runtime(["libc.so.6"], [])
+    with pytest.raises(module.LibraryMissing, match="has no function ncclGetVersion"):
+        module.Ccl(["libc.so.6"])
+
+
+def test_real_nccl_makes_a_unique_id_without_a_gpu() -> None:
+    nvidia = pytest.importorskip("nvidia", reason="the wheel nvidia-nccl-cu13 (305 MB) is not installed")
+    found = [path for place in nvidia.__path__ for path in Path(place).glob("nccl/lib/libnccl.so.2")]
+    if not found:
+        pytest.skip("the wheel nvidia-nccl-cu13 (305 MB) is not installed")
+    code = "from monarch_slurm.native_build import load_native; import sys\n"
+    code += "ccl = load_native('_native', platform='cuda').Ccl([sys.argv[1]])\n"
+    code += "print(len(ccl.unique_id()), ccl.version() > 21700)"
+    environment = {**os.environ, "NCCL_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([sys.executable, "-c", code, str(found[0])], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["128", "True"], done.stderr
+
+
+def test_sources_are_formatted() -> None:
+    pytest.importorskip("clang_format")
+    folder = sources_folder()
+    ours = ["dl", "platform", "gpu_api", "gpu_memory", "ccl"]
+    files = [*(folder / "include" / f"{name}.h" for name in ours), *folder.glob("src/[!r]*.cpp")]
+    files += [*folder.glob("check/*.cpp"), *folder.glob("testlib/fake_[gc]*.cpp")]
+    program = [str(Path(sys.executable).parent / "clang-format"), "--dry-run", "--Werror"]
+    done = subprocess.run([*program, *map(str, files)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
