@@ -72,7 +72,7 @@ class RDMABuffer:
 
     @property
     def backend(self) -> str:
-        """What the owner can offer to other hosts: ``"ibverbs"`` or ``"tcp"``. `recent_transfers` tells what was used."""
+        """What the owner offers to other hosts: ``"ibverbs"`` or ``"tcp"``. `recent_transfers` has what was used."""
         return self._backend
 
     @property

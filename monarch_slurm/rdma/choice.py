@@ -32,7 +32,7 @@ def is_rdma_available() -> bool:
 
 
 def get_rdma_backend() -> str:
-    """Return what carries buffers between hosts: ``"ibverbs"``, ``"tcp"``, or ``"none"`` if the settings leave nothing."""
+    """Return what carries buffers between hosts: ``"ibverbs"``, ``"tcp"``, or ``"none"`` if nothing is allowed."""
     if is_ibverbs_available():
         return "ibverbs"
     return "tcp" if options().rdma_allow_tcp_fallback else "none"

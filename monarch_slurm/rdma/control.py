@@ -10,14 +10,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgpack
-
 from monarch_slurm.actor.replies import VALUE
 from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.rdma import errors
 from monarch_slurm.rdma.engine import remaining
 from monarch_slurm.rdma.errors import PeerLostError, RDMAError, RDMATimeoutError
-from monarch_slurm.wire import Address
+from monarch_slurm.wire import Address, pack, unpack
 from monarch_slurm.wire.pickling import Buffer
 
 Fields = dict[str, Any]
@@ -55,7 +53,7 @@ class Control:
 
         def on_reply(_: int, __: str, frames: Sequence[Buffer]) -> None:
             if frames:
-                got.append(msgpack.unpackb(frames[0]))
+                got.append(unpack(frames[0]))
             came.set()
 
         def on_lost(_: int, reason: str) -> None:
@@ -68,7 +66,7 @@ class Control:
         if known is not None:
             replies.lose([owner], lambda *_, known=known: known)
         here = (*self._runtime.address, number)
-        self._runtime.post((*owner, port), 0, VALUE, [msgpack.packb([kind, here, fields])])
+        self._runtime.post((*owner, port), 0, VALUE, [pack([kind, here, fields])])
         try:
             answered = came.wait(remaining(deadline))
         except RDMATimeoutError:
@@ -97,11 +95,11 @@ class Control:
         self._spawn(lambda: self._answer(body))
 
     def _answer(self, body: bytes) -> None:
-        kind, (host, proc, port), fields = msgpack.unpackb(body)
+        kind, (host, proc, port), fields = unpack(body)
         try:
             answer = self._answers[kind](Address(host, proc), fields)
         except RDMAError as error:
             answer = {"error": type(error).__name__, "text": str(error)}
         except Exception as error:  # whatever it was, the one who asks must not wait for it
             answer = {"error": "RDMAError", "text": f"{kind!r} failed at the owner: {error!r}"}
-        self._runtime.post((host, proc, port), 0, VALUE, [msgpack.packb(answer)])
+        self._runtime.post((host, proc, port), 0, VALUE, [pack(answer)])

@@ -1,4 +1,4 @@
-"""What can go wrong with a transfer. Each class is one thing to do about it; every text says what, where and what to do."""
+"""What can go wrong with a transfer: each class is one thing to do about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The transfer manager of a process: what peers may reach here, and an engine for each peer that is reached from here."""
+"""The transfer manager of a process: what peers may reach here, and the engines to those that are reached from here."""
 
 from __future__ import annotations
 

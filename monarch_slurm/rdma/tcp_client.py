@@ -1,4 +1,4 @@
-"""The asking end of TCP transfers: a few connections to one owner, chunks shared among them, requests sent ahead of the answers."""
+"""The asking end of TCP transfers: a few connections to one owner share the chunks and ask ahead of the answers."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class TcpEngine:
         if isinstance(error, TimeoutError):
             return RDMATimeoutError("the transfer was not complete within its timeout")
         if isinstance(error, (OSError, EOFError)):
-            return PeerLostError(f"the connection to {self._addresses} broke: {error or 'closed by the owner'}")
+            return PeerLostError(f"the connection to {self._addresses} broke: {str(error) or 'closed by the owner'}")
         return error
 
     def connect(self, deadline: float) -> socket.socket:
@@ -121,7 +121,7 @@ class TcpEngine:
                 self._prove(connection)
             except (OSError, EOFError) as error:
                 connection.close()
-                failures.append(f"{address[0]} port {address[1]}: {error or 'hung up'}")
+                failures.append(f"{address[0]} port {address[1]}: {str(error) or 'hung up'}")
                 continue
             except BaseException:
                 connection.close()

@@ -41,13 +41,14 @@ logger = logging.getLogger(__name__)
 
 _DEPTH = 16
 """Chunks under way on one queue pair."""
+_CHUNK_BYTES = 2**20
 
 Fields = dict[str, Any]
 Ask = Callable[[str, Fields, float], Fields]
 
 
 class VerbsHost:
-    """The device of this process, what is registered with it, and the queue pairs that peers have asked for. For any thread."""
+    """The device of this process, what is registered with it, and the queue pairs of peers. For any thread."""
 
     def __init__(self, native: Any, port: verbs_devices.Port) -> None:
         self.port = port
@@ -116,7 +117,7 @@ class VerbsHost:
     # ---- the owner's part
 
     def connect_peer(self, asking: Address, fields: Fields) -> Fields:
-        """Answer a process that wants to reach this one's memory. A later request of its takes the place of the earlier one."""
+        """Answer a process that wants to reach this one's memory; its earlier queue pairs are given back."""
         link = self.make_link(len(fields["numbers"]))
         self.connect(link, fields)
         with self._lock:
@@ -235,7 +236,7 @@ class VerbsEngine:
             ]
             if self._link is None:
                 self._link = self._connect(deadline)
-            kind, text = self._link.transfer(copies, options().chunk_bytes, remaining(deadline))
+            kind, text = self._link.transfer(copies, min(_CHUNK_BYTES, options().chunk_bytes), remaining(deadline))
             if kind:
                 self._link = None
                 raise self._explain(kind, text, [op.target for op in ops], deadline)
@@ -297,8 +298,8 @@ def registration_text(code: int, nbytes: int, device: str) -> str:
     text = f"cannot register {nbytes} bytes with RDMA device {device}: {os.strerror(code)}"
     if code in (errno.ENOMEM, errno.EPERM, errno.EAGAIN) and soft != resource.RLIM_INFINITY:
         text += (
-            f". The limit of locked memory is {soft} bytes (`ulimit -l`); under Slurm set PropagateResourceLimitsExcept=MEMLOCK "
-            "and LimitMEMLOCK=infinity for slurmd"
+            f". The limit of locked memory is {soft} bytes (`ulimit -l`); under Slurm set "
+            "PropagateResourceLimitsExcept=MEMLOCK and LimitMEMLOCK=infinity for slurmd"
         )
     return text
 

@@ -15,7 +15,7 @@ SYSFS = Path("/sys/class/infiniband")
 
 @dataclass(frozen=True)
 class Gid:
-    """One entry of a port's table of addresses: its index, the address, and its type (``"RoCE v2"``, ``"IB/RoCE v1"``)."""
+    """One entry of a port's table of addresses: index, address, and type (``"RoCE v2"``, ``"IB/RoCE v1"``)."""
 
     index: int
     address: ipaddress.IPv6Address
@@ -23,7 +23,7 @@ class Gid:
 
     @property
     def score(self) -> tuple[bool, bool, bool]:
-        """Larger is better: RoCE v2 (it is routed) before v1, an IPv4 address before others, anything before link-local."""
+        """Larger is better: RoCE v2 (it is routed) before v1, IPv4 before other addresses, link-local last."""
         mapped = self.address.ipv4_mapped is not None
         return "v2" in self.kind.lower(), mapped, not self.address.is_link_local
 

@@ -1,5 +1,6 @@
 // ibverbs as this package uses it: one device, memory regions, and links of reliable queue pairs to one peer.
-// Every resource is a type whose destructor gives it back; each keeps alive what it was made of, so teardown is in mirror order.
+// Every resource is a type whose destructor gives it back; each keeps alive what it was made of, so teardown is in
+// mirror order.
 #pragma once
 
 #if __has_include(<infiniband/verbs.h>)
@@ -25,12 +26,24 @@ class VerbsError : public std::runtime_error {
   int code_;
 };
 
-struct ContextCloser { void operator()(ibv_context* p) const noexcept; };
-struct PdCloser { void operator()(ibv_pd* p) const noexcept; };
-struct MrCloser { void operator()(ibv_mr* p) const noexcept; };
-struct ChannelCloser { void operator()(ibv_comp_channel* p) const noexcept; };
-struct CqCloser { void operator()(ibv_cq* p) const noexcept; };
-struct QpCloser { void operator()(ibv_qp* p) const noexcept; };
+struct ContextCloser {
+  void operator()(ibv_context* p) const noexcept;
+};
+struct PdCloser {
+  void operator()(ibv_pd* p) const noexcept;
+};
+struct MrCloser {
+  void operator()(ibv_mr* p) const noexcept;
+};
+struct ChannelCloser {
+  void operator()(ibv_comp_channel* p) const noexcept;
+};
+struct CqCloser {
+  void operator()(ibv_cq* p) const noexcept;
+};
+struct QpCloser {
+  void operator()(ibv_qp* p) const noexcept;
+};
 using Context = std::unique_ptr<ibv_context, ContextCloser>;
 using Pd = std::unique_ptr<ibv_pd, PdCloser>;
 using Mr = std::unique_ptr<ibv_mr, MrCloser>;
@@ -80,7 +93,8 @@ struct Copy {
   std::uint64_t nbytes;
 };
 
-// What became of a transfer: `kind` is empty when all is well, else "peer", "access", "local", "device", "timeout" or "cancelled".
+// What became of a transfer: `kind` is empty when all is well, else "peer", "access", "local", "device", "timeout" or
+// "cancelled".
 struct Outcome {
   std::string kind;
   std::string text;
@@ -93,8 +107,8 @@ class Link {
   std::vector<std::uint32_t> numbers() const;
   // Brings every queue pair to "ready to send" towards the peer's queue pairs `numbers`.
   void connect(const std::vector<std::uint32_t>& numbers, const std::string& gid, int lid, int mtu);
-  // Does all copies, cut into chunks that are spread over the queue pairs. After any failure the queue pairs are destroyed, so
-  // that nothing touches the caller's memory any more, and the link is of no further use.
+  // Does all copies, cut into chunks that are spread over the queue pairs. After any failure the queue pairs are
+  // destroyed, so that nothing touches the caller's memory any more, and the link is of no further use.
   Outcome transfer(const std::vector<Copy>& copies, std::uint64_t chunk_bytes, double seconds);
   // Makes `transfer` end soon. For any thread.
   void cancel() { cancelled_ = true; }

@@ -81,10 +81,13 @@ const Api& api() {
   return loaded;
 }
 
-// 4.096 us * 2^14 = 67 ms per try; with 6 retries a dead peer is told in about half a second. 7 would mean for ever on rxe.
-constexpr int kTimeout = 14;
+// 4.096 us * 2^16 = 268 ms per try; with 6 retries a dead host is told in about two seconds (a dead process sooner, by
+// the control plane). 7 would mean for ever on rxe. A shorter time takes a slow software device for dead.
+constexpr int kTimeout = 16;
 constexpr int kRetries = 6;
 constexpr int kRnrRetries = 6;
+// Bytes under way on a link: many times what a fast network holds, little enough that a slow one answers in time.
+constexpr std::uint64_t kWindow = 8 << 20;
 constexpr int kSpins = 200;
 constexpr int kNapMs = 50;
 
@@ -146,7 +149,8 @@ bool Device::port_is_active() const {
   return api().query_port(context.get(), port, &attributes) == 0 && attributes.state == IBV_PORT_ACTIVE;
 }
 
-Region::Region(std::shared_ptr<Device> device, std::uint64_t address, std::uint64_t nbytes, bool local_write, bool remote)
+Region::Region(std::shared_ptr<Device> device, std::uint64_t address, std::uint64_t nbytes, bool local_write,
+               bool remote)
     : device_(std::move(device)) {
   int access = local_write ? IBV_ACCESS_LOCAL_WRITE : 0;
   if (remote) access |= IBV_ACCESS_REMOTE_READ | (local_write ? IBV_ACCESS_REMOTE_WRITE : 0);
@@ -157,8 +161,8 @@ Region::Region(std::shared_ptr<Device> device, std::uint64_t address, std::uint6
 Link::Link(std::shared_ptr<Device> device, int queue_pairs, int depth)
     : device_(std::move(device)),
       channel_(checked<Channel>("ibv_create_comp_channel", api().create_comp_channel(device_->context.get()))),
-      cq_(checked<Cq>("ibv_create_cq", api().create_cq(device_->context.get(), queue_pairs * depth + 1, nullptr,
-                                                        channel_.get(), 0))),
+      cq_(checked<Cq>("ibv_create_cq",
+                      api().create_cq(device_->context.get(), queue_pairs * depth + 1, nullptr, channel_.get(), 0))),
       depth_(depth) {
   for (int i = 0; i < queue_pairs; ++i) {
     ibv_qp_init_attr init{};
@@ -213,7 +217,8 @@ void Link::connect(const std::vector<std::uint32_t>& numbers, const std::string&
     attr.rnr_retry = kRnrRetries;
     attr.sq_psn = qps_[i]->qp_num & 0xffffff;
     attr.max_rd_atomic = static_cast<std::uint8_t>(device_->max_reads);
-    mask = IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC;
+    mask =
+        IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC;
     if (int code = api().modify_qp(qps_[i].get(), &attr, mask)) throw VerbsError("ibv_modify_qp to RTS", code);
   }
 }
@@ -231,6 +236,7 @@ Outcome Link::run(const std::vector<Copy>& copies, std::uint64_t chunk_bytes, do
   std::size_t copy = 0;
   std::uint64_t offset = 0;
   int total = 0;
+  std::uint64_t bytes_under_way = 0;
   std::size_t next = 0;
   ibv_wc wcs[32];
   while (true) {
@@ -243,9 +249,10 @@ Outcome Link::run(const std::vector<Copy>& copies, std::uint64_t chunk_bytes, do
       if (tries == qps_.size()) break;
       const Copy& what = copies[copy];
       const std::uint64_t size = std::min(chunk_bytes, what.nbytes - offset);
+      if (total > 0 && bytes_under_way + size > kWindow) break;
       ibv_sge piece{what.local + offset, static_cast<std::uint32_t>(size), what.lkey};
       ibv_send_wr wr{};
-      wr.wr_id = next;
+      wr.wr_id = size << 16 | next;
       wr.sg_list = &piece;
       wr.num_sge = 1;
       wr.opcode = what.write ? IBV_WR_RDMA_WRITE : IBV_WR_RDMA_READ;
@@ -258,6 +265,7 @@ Outcome Link::run(const std::vector<Copy>& copies, std::uint64_t chunk_bytes, do
       }
       ++under_way[next];
       ++total;
+      bytes_under_way += size;
       next = (next + 1) % qps_.size();
       offset += size;
       if (offset == what.nbytes) {
@@ -274,7 +282,8 @@ Outcome Link::run(const std::vector<Copy>& copies, std::uint64_t chunk_bytes, do
     }
     for (int i = 0; i < count; ++i) {
       if (wcs[i].status != IBV_WC_SUCCESS) return failed(wcs[i]);
-      --under_way[wcs[i].wr_id];
+      --under_way[wcs[i].wr_id & 0xffff];
+      bytes_under_way -= wcs[i].wr_id >> 16;
       --total;
     }
   }

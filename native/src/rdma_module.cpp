@@ -37,21 +37,23 @@ PYBIND11_MODULE(_rdma, m) {
       .def_property_readonly("numbers", &Link::numbers)
       .def("connect", &Link::connect, Release())
       .def("cancel", &Link::cancel)
-      .def("transfer", [](Link& link, const std::vector<std::tuple<bool, std::uint64_t, std::uint32_t, std::uint64_t,
-                                                                    std::uint32_t, std::uint64_t>>& copies,
-                          std::uint64_t chunk_bytes, double seconds) {
-        std::vector<Copy> list;
-        list.reserve(copies.size());
-        for (const auto& [write, local, lkey, remote, rkey, nbytes] : copies) {
-          list.push_back({write, local, lkey, remote, rkey, nbytes});
-        }
-        Outcome outcome;
-        {
-          py::gil_scoped_release release;
-          outcome = link.transfer(list, chunk_bytes, seconds);
-        }
-        return std::make_pair(outcome.kind, outcome.text);
-      });
+      .def("transfer",
+           [](Link& link,
+              const std::vector<
+                  std::tuple<bool, std::uint64_t, std::uint32_t, std::uint64_t, std::uint32_t, std::uint64_t>>& copies,
+              std::uint64_t chunk_bytes, double seconds) {
+             std::vector<Copy> list;
+             list.reserve(copies.size());
+             for (const auto& [write, local, lkey, remote, rkey, nbytes] : copies) {
+               list.push_back({write, local, lkey, remote, rkey, nbytes});
+             }
+             Outcome outcome;
+             {
+               py::gil_scoped_release release;
+               outcome = link.transfer(list, chunk_bytes, seconds);
+             }
+             return std::make_pair(outcome.kind, outcome.text);
+           });
 #else
   m.attr("has_verbs") = false;
 #endif

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from monarch_slurm.actor import ProcMesh, this_host
-from tests.rdma.actors import Holder
+from rdma.actors import Holder
 
 TRANSPORTS = {"process_vm": "process_vm", "shm": "shm,process_vm", "tcp": "tcp", "ibverbs": "ibverbs"}
 

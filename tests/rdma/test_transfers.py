@@ -11,7 +11,7 @@ import pytest
 
 from monarch_slurm.actor import SupervisionError
 from monarch_slurm.rdma import BufferGoneError, PeerLostError, RDMABuffer, RDMATimeoutError
-from tests.rdma.actors import digest, pattern
+from rdma.actors import digest, pattern
 
 BACKENDS = os.environ.get("MONARCH_SLURM_TEST_BACKENDS", "process_vm shm tcp").split()
 SIZES = [1, 7, 4095, 65537, 1_000_003, 4 * 2**20, 64 * 2**20 + 13]

@@ -1,0 +1,161 @@
+"""How fast buffers move, beside the plain tool for the same work in the same run: memcpy, iperf3, ib_write_bw.
+
+    python bench/rdma.py [host] [tcp] [verbs] [--json FILE]
+
+``host``: ``read_into`` between two processes of this machine, against memcpy of as many bytes in one thread.
+``tcp``: the TCP engine over loopback against ``iperf3`` with as many streams.
+``verbs``: run it where there is an RDMA device; 16 MiB writes against
+``ib_write_bw``. Every figure is the median of its runs, with the spread; the two sides take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from monarch_slurm.actor import Actor, endpoint, this_host
+from monarch_slurm.rdma import RDMABuffer, recent_transfers, shared_memory
+
+MIB = 2**20
+
+
+class Peer(Actor):
+    """Owns buffers, or reads those of another."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Any] = {}
+
+    @endpoint
+    def make(self, nbytes: int, shared: bool) -> RDMABuffer:
+        view = shared_memory(nbytes) if shared else memoryview(bytearray(nbytes))
+        view[:] = os.urandom(MIB) * (nbytes // MIB)
+        self.kept[nbytes] = view
+        return RDMABuffer(view)
+
+    @endpoint
+    def copy(self, buffer: RDMABuffer, runs: int, write: bool) -> tuple[list[float], list[float], str]:
+        """Return seconds of transfers and of memcpys, taking turns, and the backend."""
+        nbytes = buffer.size()
+        here, other = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
+        addresses = [ctypes.addressof((ctypes.c_char * nbytes).from_buffer(view)) for view in (here, other)]
+        move = (lambda: buffer.write_from(here).get()) if write else (lambda: buffer.read_into(here).get())
+        move()
+        ctypes.memmove(addresses[1], addresses[0], nbytes)
+        ours, plain = [], []
+        for _ in range(runs):
+            ours.append(timed(move))
+            plain.append(timed(lambda: ctypes.memmove(addresses[1], addresses[0], nbytes)))
+        return ours, plain, recent_transfers()[-1].backend
+
+
+def timed(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def row(name: str, nbytes: int, ours: list[float], plain: list[float], against: str) -> dict[str, Any]:
+    """Return one line of the table; rates in GB/s (10**9 bytes)."""
+    rate = [nbytes / seconds / 1e9 for seconds in ours]
+    other = [nbytes / seconds / 1e9 for seconds in plain]
+    mine, theirs = statistics.median(rate), statistics.median(other)
+    return {
+        "what": name, "MiB": nbytes / MIB, "GB/s": round(mine, 3), "spread": f"{min(rate):.2f}-{max(rate):.2f}",
+        "against": against, "its GB/s": round(theirs, 3), "ratio": round(mine / theirs, 3),
+    }  # fmt: skip
+
+
+def pair(transports: str) -> tuple[Any, Any]:
+    def bootstrap() -> None:
+        os.environ["MONARCH_SLURM_RDMA_TRANSPORTS"] = transports
+
+    peers = this_host().spawn_procs(per_host={"procs": 2}, bootstrap=bootstrap).spawn("peer", Peer)
+    return peers.slice(procs=0), peers.slice(procs=1)
+
+
+def host(runs: int) -> list[dict[str, Any]]:
+    rows = []
+    for shared, transports in ((True, "shm,process_vm"), (False, "process_vm")):
+        owner, user = pair(transports)
+        for size in (64 * MIB, 256 * MIB):
+            buffer = owner.make.call_one(size, shared).get()
+            ours, plain, backend = user.copy.call_one(buffer, runs, False).get()
+            rows.append(row(f"read_into, {backend}", size, ours, plain, "memcpy"))
+    return rows
+
+
+def tcp(runs: int) -> list[dict[str, Any]]:
+    size, streams = 1024 * MIB, 4
+    owner, user = pair("tcp")
+    buffer = owner.make.call_one(size, False).get()
+    if shutil.which("iperf3") is None:
+        raise SystemExit("iperf3 is missing: apt-get install iperf3")
+    ours, plain = [], []
+    for _ in range(runs):
+        ours += user.copy.call_one(buffer, 1, False).get()[0]
+        server = subprocess.Popen(["iperf3", "-s", "-1", "-p", "5299"], stdout=subprocess.PIPE)
+        assert server.stdout is not None
+        server.stdout.readline()
+        server.stdout.readline()
+        client = ["iperf3", "-c", "127.0.0.1", "-p", "5299", "-P", str(streams), "-n", f"{size // streams}", "-J"]
+        got = json.loads(subprocess.run(client, check=True, capture_output=True, text=True).stdout)["end"][
+            "sum_received"
+        ]
+        server.communicate()
+        plain.append(size / (got["bits_per_second"] / 8))
+    return [row("read_into, tcp", size, ours, plain, f"iperf3 -P {streams}")]
+
+
+def verbs(runs: int) -> list[dict[str, Any]]:
+    size = 16 * MIB
+    device = os.environ.get("RDMA_DEV", "")
+    options = ["ib_write_bw", "-s", str(size), "-n", "5", "-F", "--report_gbits", *(["-d", device] if device else [])]
+    options += ["-x", os.environ["RDMA_GID"]] if "RDMA_GID" in os.environ else []
+    owner, user = pair("ibverbs")
+    buffer = owner.make.call_one(size, False).get(100)
+    ours, plain = [], []
+    for _ in range(runs):
+        ours += user.copy.call_one(buffer, 3, True).get(100)[0]
+        server = subprocess.Popen(options, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert server.stdout is not None
+        for line in server.stdout:
+            if "Waiting for client" in line:
+                break
+        text = subprocess.run([*options, "localhost"], check=True, capture_output=True, text=True).stdout
+        server.communicate()
+        last = next(line.split() for line in text.splitlines() if line.split()[:1] == [str(size)])
+        plain.append(size / (float(last[3]) / 8 * 1e9))
+    return [row("write_from, ibverbs", size, ours, plain, "ib_write_bw")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", nargs="*", default=["host", "tcp"], choices=["host", "tcp", "verbs"])
+    parser.add_argument("--runs", type=int, default=7, help="of each figure")
+    parser.add_argument("--json", help="write the figures to this file, too")
+    arguments = parser.parse_args()
+    rows = []
+    for what in arguments.what:
+        rows += {"host": host, "tcp": tcp, "verbs": verbs}[what](arguments.runs)
+    names = list(rows[0])
+    widths = [max(len(name), *(len(str(line[name])) for line in rows)) for name in names]
+    for cells in [names, *([str(line[name]) for name in names] for line in rows)]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+    if arguments.json:
+        facts = {"python": sys.version.split()[0], "kernel": platform.release(), "cpus": os.cpu_count(), "rows": rows}
+        with open(arguments.json, "w") as file:
+            json.dump(facts, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""What goes wrong on an RDMA network, made to happen in a guest that has a soft-RoCE device. Run by test_verbs.py.
+
+Arguments: ``one`` (several processes of one guest), or ``two FOLDER`` (in each of two; node 0 is the controller).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import monarch_slurm.actor
+from monarch_slurm.actor import HostMesh, shutdown_context, this_host
+from monarch_slurm.rdma import RDMABuffer, RegistrationError, get_rdma_backend, recent_transfers
+from rdma.actors import Holder, digest, pattern
+
+
+def bootstrap(memlock: int | None = None) -> None:
+    os.environ["MONARCH_SLURM_RDMA_TRANSPORTS"] = "ibverbs,local"
+    if memlock is not None:
+        lose_ipc_lock()
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (memlock, memlock))
+
+
+def lose_ipc_lock() -> None:
+    """Give up CAP_IPC_LOCK, with which root may lock as much as it likes, for this thread and those it starts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    data = (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, data) == 0
+    for word in range(3):
+        data[word] &= ~(1 << 14)
+    assert libc.capset(header, data) == 0
+
+
+def shell(command: str) -> None:
+    subprocess.run(command, shell=True, check=True)
+
+
+def step(text: str) -> None:
+    print(f"rdma: {text}", flush=True)
+
+
+def spawn(host: HostMesh, count: int = 1, memlock: int | None = None) -> Any:
+    procs = host.spawn_procs(per_host={"procs": count}, bootstrap=lambda: bootstrap(memlock))
+    return procs.spawn("holder", Holder)
+
+
+def check(user: Any, buffer: RDMABuffer, seed: int) -> None:
+    assert user.read.call_one(buffer).get(100) == (digest(pattern(buffer.size(), seed)), "ibverbs")
+
+
+def link_down_and_up(owner: Any, user: Any) -> None:
+    buffer = owner.make.call_one(100_000, 1).get(60)
+    check(user, buffer, 1)
+    shell("ip link set rdma down")
+    try:
+        kind, text = user.read_error.call_one(buffer, 20).get(60)
+    finally:
+        shell("ip link set rdma up")
+    assert kind == "DeviceError", (kind, text)
+    assert "port of the RDMA device is down" in text, text
+    wait_for_gid()
+    check(user, buffer, 1)
+
+
+def wait_for_gid() -> None:
+    """The address of the port comes back a moment after the link."""
+    gid = Path("/sys/class/infiniband/rxe0/ports/1/gids/1")
+    while "ffff:0a4d" not in gid.read_text():
+        os.sched_yield()
+
+
+def small_memlock(host: HostMesh) -> None:
+    poor = spawn(host, memlock=64 * 1024)
+    rich = spawn(host)
+    buffer = rich.make.call_one(1_000_000, 1).get(60)
+    kind, text = poor.read_error.call_one(buffer).get(60)
+    assert kind == RegistrationError.__name__, (kind, text)
+    assert "ulimit -l" in text, text
+    small = rich.make.call_one(1000, 2).get(60)
+    check(poor, small, 2)
+
+
+def killed_peer(host: HostMesh, user: Any) -> None:
+    doomed = spawn(host)
+    buffer = doomed.make.call_one(100_000, 3).get(60)
+    check(user, buffer, 3)
+    os.kill(doomed.pid.call_one().get(60), signal.SIGKILL)
+    kind, text = user.read_error.call_one(buffer).get(60)
+    assert kind == "PeerLostError", (kind, text)
+
+
+def one() -> None:
+    host = this_host()
+    holders = spawn(host, 2)
+    owner, user = holders.slice(procs=0), holders.slice(procs=1)
+    step("link down and up")
+    link_down_and_up(owner, user)
+    step("killed peer")
+    killed_peer(host, user)
+    step("small memlock")
+    small_memlock(host)
+
+
+def two(folder: Path) -> None:
+    from monarch_slurm.controller import gather_hosts, publish
+
+    publish(folder, address=os.environ["RDMA_IP"])
+    far = gather_hosts(["far"], timeout=100)
+    owner, user = spawn(far), spawn(this_host())
+    for index, size in enumerate([1, 4097, 1_000_003, 16 * 2**20]):
+        step(f"{size} bytes each way")
+        buffer = owner.make.call_one(size, index).get(60)
+        check(user, buffer, index)
+        assert user.write.call_one(buffer, size, index + 50).get(100) == "ibverbs"
+        assert owner.digest_of.call_one(index).get(60) == digest(pattern(size, index + 50))
+    step("many to one")
+    buffer = owner.make.call_one(500_000, 9).get(60)
+    users = spawn(this_host(), 3)
+    for _, came in users.read.call(buffer).get(100).items():
+        assert came == (digest(pattern(500_000, 9)), "ibverbs")
+    step("2 % loss")
+    shell("tc qdisc add dev rdma root netem loss 2%")
+    try:
+        check(user, buffer, 9)
+        assert user.write.call_one(buffer, 500_000, 10).get(100) == "ibverbs"
+    finally:
+        shell("tc qdisc del dev rdma root")
+    check(user, buffer, 10)
+    step("TCP between the hosts")
+    os.environ["MONARCH_SLURM_RDMA_TRANSPORTS"] = "tcp"
+    target = memoryview(bytearray(buffer.size()))
+    spawn_tcp = far.spawn_procs(bootstrap=use_tcp).spawn("tcp", Holder)
+    spawn_tcp.make.call_one(buffer.size(), 4).get(60).read_into(target).get(60)
+    assert target == pattern(buffer.size(), 4)
+    assert recent_transfers()[-1].backend == "tcp"
+
+
+def use_tcp() -> None:
+    os.environ["MONARCH_SLURM_RDMA_TRANSPORTS"] = "tcp"
+
+
+def serve(folder: Path) -> int:
+    from monarch_slurm.host.start import serve as serve_agent
+
+    return serve_agent(folder, name="far", address=os.environ["RDMA_IP"])
+
+
+def main() -> None:
+    if sys.argv[1] == "two" and os.environ["RDMA_NODE"] != "0":
+        serve(Path(sys.argv[2]))
+        return
+    failures: list[Any] = []
+    monarch_slurm.actor.unhandled_fault_hook = failures.append
+    assert get_rdma_backend() == "ibverbs"
+    one() if sys.argv[1] == "one" else two(Path(sys.argv[2]))
+    shutdown_context().get(30)
+    step("all well")
+
+
+if __name__ == "__main__":
+    main()
