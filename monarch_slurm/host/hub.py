@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket as socket_module
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import zmq
 
 from monarch_slurm.config import get_global_config, settings
 from monarch_slurm.host.exits import HostDown
+from monarch_slurm.host.identity import pid_space
 from monarch_slurm.wire import (
     AGENT,
     CONTROLLER,
@@ -97,7 +97,7 @@ class Hub:
             keys.server_public,
             keys.agent_public,
             keys.agent_secret,
-            socket_module.gethostname(),
+            pid_space(),
             os.getpid(),
         )
 

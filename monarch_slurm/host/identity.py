@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 from monarch_slurm.errors import MonarchSlurmError
 
@@ -18,6 +19,15 @@ class NoControllerError(MonarchSlurmError):
 def new_host_id(name: str) -> str:
     """Return an id for the host ``name`` that no agent had before."""
     return f"{name}#{os.urandom(4).hex()}"
+
+
+def pid_space() -> str:
+    """Return a text that only processes share to whom a pid means the same: of one boot and one PID namespace.
+
+    Nodes that are containers may share a hostname, or a boot.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def address_towards(endpoint: str) -> str:

@@ -15,7 +15,7 @@ import monarch_slurm
 from monarch_slurm.config import configure, get_global_config, settings
 from monarch_slurm.host.agent import Agent
 from monarch_slurm.host.guardian import guard
-from monarch_slurm.host.identity import NoControllerError, new_host_id
+from monarch_slurm.host.identity import NoControllerError, new_host_id, pid_space
 from monarch_slurm.host.output import Output, OutputHandler
 from monarch_slurm.wire import Invitation, pack, read_invitation, unpack
 from monarch_slurm.wire.keys import CONTROLLER_FILE
@@ -55,7 +55,16 @@ def serve(folder: Path, *, name: str, address: str | None = None) -> int:
 
     def run_agent() -> int:
         output = _set_up_output()
-        return Agent(invitation, name, host=new_host_id(name), output=output, folder=folder, address=address).run()
+        return Agent(
+            invitation,
+            name,
+            host=new_host_id(name),
+            output=output,
+            folder=folder,
+            # the end of a controller on this machine is seen at once; of any other, the lease tells
+            controller_pid=invitation.controller_pid if invitation.controller_host == pid_space() else 0,
+            address=address,
+        ).run()
 
     return guard(run_agent)
 

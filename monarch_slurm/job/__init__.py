@@ -2,7 +2,9 @@
 
 - `base`: what every job can do: apply, state, kill, dump
 - `local`, `process`, `slurm`: the kinds of jobs
-- `submission`, `task`, `head`: what Slurm is asked for, what then runs on each node, and what if the head is lost
+- `submission`: what Slurm is asked for
+- `batch`, `steps`, `node`, `supervisor`: what then runs on the head node and on each node
+- `head`: what if the head is lost
 - `status`, `follow`, `diagnosis`: what became of it
 - `allocation`, `address`, `nodelist`: the allocation around this process
 - `folder`, `processes`: what a job keeps on disk and runs on a machine

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from monarch_slurm.job.errors import JobError
 from monarch_slurm.job.nodelist import expand
+
+_NODE_GPUS = re.compile(r"^\s*Nodes=(\S+) .*\bGRES=(\S+)", re.MULTILINE)
+_GPU_COUNT = re.compile(r"\bgpu:(?:[^:,(]+:)?([0-9]+)\(")
+
+
+def gpus_of_nodes(details: str) -> dict[str, int]:
+    """Return the number of GPUs that a job has on each node, from what ``scontrol show job --details`` says.
+
+    Raises:
+        NodeListError: a node list in it cannot be read.
+    """
+    return {
+        node: sum(map(int, _GPU_COUNT.findall(gres)))
+        for nodes, gres in _NODE_GPUS.findall(details)
+        for node in expand(nodes)
+    }
 
 
 class AllocationError(JobError):

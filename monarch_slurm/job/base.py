@@ -22,7 +22,7 @@ import cloudpickle
 from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.job.errors import JobError, JobSpecError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder, write_whole
-from monarch_slurm.job.task import BATCH_VARIABLE
+from monarch_slurm.job.supervisor import BATCH_VARIABLE
 
 if TYPE_CHECKING:
     from monarch_slurm.actor import HostMesh

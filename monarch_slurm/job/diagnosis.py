@@ -5,35 +5,28 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from monarch_slurm.job.errors import HostStartError, JobEndedError, JobError, JobFolderError, NodeListError
+from monarch_slurm.job.errors import HostStartError, JobEndedError, JobError, JobFolderError
 from monarch_slurm.job.folder import JobFolder, tail
-from monarch_slurm.job.nodelist import expand
 from monarch_slurm.job.status import JobStatus
 
 MAX_QUOTED_HOSTS = 3
 
-_TASK_ENDED = re.compile(r"^srun: error: (\S+): tasks? [0-9,-]+: (.+)$", re.MULTILINE)
+_HOST_FAILED = re.compile(r" host (\S+) has failed: (.+)$", re.MULTILINE)
 
 
 def failed_hosts(folder: JobFolder) -> dict[str, str]:
-    """Return the hosts whose task has failed, with srun's words for it."""
+    """Return the hosts that are not started again, with the reason that `monarch_slurm.job.steps` tells."""
     try:
         said = folder.batch_log.read_text(errors="replace")
     except OSError:
         return {}
-    found: dict[str, str] = {}
-    for nodes, how in _TASK_ENDED.findall(said):
-        try:
-            found.update(dict.fromkeys(expand(nodes), how))
-        except NodeListError:
-            continue  # some other message of the same shape
-    return found
+    return dict(_HOST_FAILED.findall(said))
 
 
 def host_problem(folder: JobFolder, hosts: Iterable[str], problem: str) -> HostStartError:
     """Return the error that says ``problem`` of ``hosts``, with the last lines of their logs."""
     failed = failed_hosts(folder)
-    ended = "".join(f"\n  the task of {host} has ended: {failed[host]}" for host in hosts if host in failed)
+    ended = "".join(f"\n  host {host} has failed: {failed[host]}" for host in hosts if host in failed)
     return HostStartError(f"{problem}{ended}{_quote_hosts(folder, hosts)}")
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import enum
 import logging
 import random
+import subprocess
+from collections.abc import Sequence
 
 from monarch_slurm.job.allocation import SlurmAllocation
 from monarch_slurm.job.errors import NodeListError, NoSlurmError, SlurmUnreachableError
@@ -20,6 +22,10 @@ logger = logging.getLogger(__name__)
 LEAST_POLL_SECONDS = 5.0
 QUESTIONS_PER_SECOND = 2.0
 """What all nodes of a job together may ask of slurmctld."""
+
+
+QUICK_SECONDS = 5.0
+"""What the supervisor of the program waits for an answer, for it has other things to do."""
 
 
 class Head(enum.Enum):
@@ -55,6 +61,21 @@ def head_state(job_id: int, run: Run = run_command) -> Head:
         return Head.UNKNOWN
     # "allocated*" does not answer, and Slurm will take it from the job if it stays like that
     return Head.THERE if node and not any("*" in word or word.startswith("down") for word in node) else Head.UNKNOWN
+
+
+def ask_quickly(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands, as `run_command` does, but do not wait for long."""
+    return run_command(command, QUICK_SECONDS)
+
+
+def job_nodes(job_id: int, run: Run = ask_quickly) -> set[str] | None:
+    """Return the nodes that a job still has; None if Slurm does not tell."""
+    try:
+        listed = run(["squeue", "-h", "-j", str(job_id), "-o", "%N"]).stdout.strip()
+        return set(expand(listed)) if listed else None
+    except (NoSlurmError, SlurmUnreachableError, NodeListError) as error:
+        logger.warning("cannot ask Slurm for the job's nodes: %s", error)
+        return None
 
 
 def end_without_head(folder: JobFolder, allocation: SlurmAllocation, requeue: bool, run: Run = run_command) -> None:

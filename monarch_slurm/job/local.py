@@ -10,7 +10,7 @@ from pathlib import Path
 
 from monarch_slurm.job.base import BatchJob, JobState, JobTrait, Script, program_arguments
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
-from monarch_slurm.job.task import BATCH_VARIABLE
+from monarch_slurm.job.supervisor import BATCH_VARIABLE
 
 
 class LocalJob(JobTrait):

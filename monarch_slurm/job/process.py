@@ -17,7 +17,7 @@ from monarch_slurm.job.base import JobState, JobTrait, Script, check_meshes
 from monarch_slurm.job.errors import HostsTakenError, JobError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder, tail
 from monarch_slurm.job.processes import end_processes, find_processes
-from monarch_slurm.job.task import CLIENT_WAIT
+from monarch_slurm.job.supervisor import CLIENT_WAIT
 
 KILL_GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL for the processes of a host."""

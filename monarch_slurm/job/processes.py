@@ -17,17 +17,22 @@ from monarch_slurm.job.folder import FOLDER_VARIABLE
 _POLL_SECONDS = 0.02
 
 
-def find_processes(folder: Path) -> set[int]:
+def find_processes(folder: Path, is_wanted: Callable[[set[bytes]], bool] = lambda env: True) -> set[int]:
     """Return the pids of this user's living processes on this machine that belong to the job in ``folder``.
 
     The calling process and its ancestors are left out.
+
+    Args:
+        is_wanted: tells by a process's environment, items such as ``b"NAME=value"``, whether it is looked for.
     """
     wanted = f"{FOLDER_VARIABLE}={folder}".encode()
     spared = _ancestors()
     found = set()
     for entry in os.scandir("/proc"):
-        if entry.name.isdecimal() and int(entry.name) not in spared and wanted in _environment(int(entry.name)):
-            found.add(int(entry.name))
+        if entry.name.isdecimal() and int(entry.name) not in spared:
+            env = _environment(int(entry.name))
+            if wanted in env and is_wanted(env):
+                found.add(int(entry.name))
     return found
 
 

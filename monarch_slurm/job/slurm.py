@@ -28,7 +28,7 @@ from monarch_slurm.job.follow import follow_job, print_notice
 from monarch_slurm.job.nodelist import expand
 from monarch_slurm.job.status import JobStatus, Phase, query, run_command, wait_for_start
 from monarch_slurm.job.submission import SlurmRequest, default_python, render, submit
-from monarch_slurm.job.task import BATCH_VARIABLE
+from monarch_slurm.job.supervisor import BATCH_VARIABLE
 
 if TYPE_CHECKING:
     from monarch_slurm.actor import HostMesh
@@ -202,16 +202,17 @@ class SlurmJob(JobTrait):
 
         if self._inside():
             allocation = SlurmAllocation.from_env()
-            names, toward = list(allocation.nodes), allocation.launch_address
+            names, here = list(allocation.nodes), allocation.node_name
         else:
-            names = expand(self._wait_for_start().nodes)
-            toward = node_address(names[0])
+            names, here = expand(self._wait_for_start().nodes), ""
         if len(names) != self._request.nodes:
             raise JobError(f"{self._request.nodes} nodes were asked for, and job {self.job_id} has {len(names)}")
         if self._job_folder.controller_file.exists():
             raise HostsTakenError(
                 f"the hosts of job {self.job_id} already serve another program; submit a job of your own"
             )
+        # toward another node, for a machine's own name may stand for its loopback address
+        toward = node_address(next((name for name in names if name != here), here))
         publish(self._job_folder.path, address=find_address(self._address, toward))
         meshes = {}
         for mesh, size in self._meshes.items():

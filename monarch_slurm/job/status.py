@@ -70,19 +70,19 @@ STUCK = {
 Run = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 
 
-def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run_command(command: Sequence[str], timeout: float = COMMAND_TIMEOUT) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's commands.
 
     Raises:
         NoSlurmError: it is not installed here.
-        SlurmUnreachableError: it did not end within `COMMAND_TIMEOUT` seconds.
+        SlurmUnreachableError: it did not end within ``timeout`` seconds.
     """
     if shutil.which(command[0]) is None:
         raise NoSlurmError(f"no Slurm here: {command[0]} is not on PATH; run this on a login node of the cluster")
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_TIMEOUT)
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
     except subprocess.TimeoutExpired:
-        raise SlurmUnreachableError(f"{command[0]} did not answer within {COMMAND_TIMEOUT:g} s") from None
+        raise SlurmUnreachableError(f"{command[0]} did not answer within {timeout:g} s") from None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """From a request to a submitted job: the script that submitit writes, and what Slurm may answer.
 
-The allocation survives the loss of any node but the head: Slurm is told not to end the job for it (``--no-kill``), srun
-not to end the other tasks (``--no-kill``, ``--kill-on-bad-exit=0``, ``--wait=0``), and nobody requeues it unasked.
+The allocation survives the loss of any node but the head: Slurm is told not to end the job for it (``--no-kill``), each
+host has a step of its own (see `monarch_slurm.job.steps`), and nobody requeues it unasked.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 
 import submitit
 
+from monarch_slurm.job.batch import run_batch
 from monarch_slurm.job.errors import JobSpecError, NoSlurmError, SubmitError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.job.status import Run, run_command
-from monarch_slurm.job.task import run_task
 
 LIMIT_NOTICE = 60
 """Seconds before the time limit at which the program is asked to end; Slurm may be up to a minute early."""
@@ -41,7 +41,7 @@ class SlurmRequest:
         nodes: how many.
         time_limit: as ``sbatch --time`` takes it; None leaves it to the partition.
         slurm_args: further options of sbatch, each as on its command line; they win over all others.
-        setup: shell lines for the head node before the tasks start, for modules and the like.
+        setup: shell lines for the head node before the program and the agents start, for modules and the like.
         python: command that starts Python on the nodes.
         requeue: whether the job starts again from the beginning after its head node is lost.
     """
@@ -92,7 +92,14 @@ def option_lines(arguments: Sequence[str]) -> list[str]:
 
 
 class _Executor(submitit.SlurmExecutor):
-    """submitit's executor, except that sbatch does not inherit the limits of the job that we may be in."""
+    """submitit's executor, except that sbatch does not inherit the limits of the job that we may be in.
+
+    And Python takes the place of the script's shell, which would die of signals that are for `run_batch`.
+    """
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return f"exec {super()._submitit_command_str}"
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         unset = [item for name in inherited_variables(os.environ) for item in ("-u", name)]
@@ -125,37 +132,19 @@ def _executor(request: SlurmRequest, folder: JobFolder) -> _Executor:
         account=request.account,
         qos=request.qos,
         wckey=None,
-        signal_delay_s=_notice_seconds(request.time_limit),
         stderr_to_stdout=True,
         additional_parameters={
             "output": str(folder.batch_log),
             "no-kill": True,
+            "signal": f"B:USR2@{_notice_seconds(request.time_limit)}",  # to the batch script alone
             ("requeue" if request.requeue else "no-requeue"): True,
         },
         setup=[
             *(f"#SBATCH {line}" for line in option_lines(request.slurm_args)),
-            # srun refuses to start when these two contradict each other; what it needs it is given below
-            "unset SLURM_CPUS_PER_TASK SLURM_TRES_PER_TASK",
             *([restart] if request.requeue else []),
             *request.setup,
         ],
-        srun_args=[
-            f"--output={folder.logs}/%N.log",
-            "--open-mode=append",
-            "--no-kill",
-            "--kill-on-bad-exit=0",
-            "--wait=0",
-            "--overlap",
-            "--mpi=none",
-            "--cpu-bind=none",
-            *([f"--cpus-per-task={request.cpus_per_task}"] if request.cpus_per_task else []),
-        ],
-        # the program's exit code is the job's, whatever became of other tasks
-        teardown=[
-            "code=$?",
-            f'[ ! -s {_quote(folder.exit_code_file)} ] || code="$(cat {_quote(folder.exit_code_file)})"',
-            'exit "$code"',
-        ],
+        use_srun=False,
     )
     return executor
 
@@ -209,7 +198,7 @@ def submit(request: SlurmRequest, folder: JobFolder, program: Sequence[str] | No
         # submitit prints what sbatch complains of, and raises it as well
         with contextlib.redirect_stderr(io.StringIO()):
             command = None if program is None else list(program)
-            job = executor.submit(run_task, str(folder.path), command, address, request.requeue)
+            job = executor.submit(run_batch, str(folder.path), command, address, request.requeue, request.python)
     except submitit.core.utils.FailedJobError as error:
         raise _explain(str(error), request) from None
     script = folder.submitit / f"{job.job_id}_submission.sh"

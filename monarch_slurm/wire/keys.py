@@ -43,7 +43,10 @@ class JobKeys:
 
 @dataclass(frozen=True)
 class Invitation:
-    """What an agent needs to join a job: where the controller listens, its public key, the agents' own pair."""
+    """What an agent needs to join a job: where the controller listens, its public key, the agents' own pair.
+
+    And the controller's pid, with a text that tells which processes may take it for the pid of the controller.
+    """
 
     address: str
     server_public: str

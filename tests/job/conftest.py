@@ -35,3 +35,9 @@ def fake_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
         return folder
 
     return install
+
+
+@pytest.fixture
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a path that is short enough for sockets."""
+    return tmp_path_factory.mktemp("t", numbered=True)

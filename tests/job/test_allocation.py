@@ -5,6 +5,7 @@ import socket
 import pytest
 
 from monarch_slurm.job import AddressError, AllocationError, NodeListError, SlurmAllocation, find_address
+from monarch_slurm.job.allocation import gpus_of_nodes
 
 STEP = {
     "SLURM_JOB_ID": "12",
@@ -48,6 +49,16 @@ def test_outside_of_a_job_the_error_says_what_is_missing(missing: str) -> None:
 def test_an_allocation_that_contradicts_itself_is_refused(change: dict[str, str], match: str) -> None:
     with pytest.raises(AllocationError, match=match):
         SlurmAllocation.from_env({**STEP, **change})
+
+
+def test_the_gpus_of_each_node_are_read_from_the_details_of_a_job() -> None:
+    details = (
+        "JobId=7 JobName=x\n   NumNodes=3 NumCPUs=3\n   JOB_GRES=gpu:12\n"
+        "     Nodes=n[1-2] CPU_IDs=15 Mem=0 GRES=gpu:4(IDX:0-3)\n"
+        "     Nodes=n3 CPU_IDs=15 Mem=0 GRES=gpu:mi300:3(IDX:0-2),gpu:old:1(IDX:7),nic:2(IDX:0-1)\n"
+        "     Nodes=n4 CPU_IDs=15 Mem=0 GRES=\n"
+    )
+    assert gpus_of_nodes(details) == {"n1": 4, "n2": 4, "n3": 4}
 
 
 def test_a_node_list_that_cannot_be_read_is_refused() -> None:

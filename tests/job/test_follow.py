@@ -76,7 +76,7 @@ def test_output_is_copied_as_it_comes_and_the_code_is_the_programs(world: World)
 
 
 def test_a_job_that_ended_before_its_program_says_why(world: World) -> None:
-    world.folder.batch_log.write_text("srun: error: n3: task 2: Exited with exit code 1\n")
+    world.folder.batch_log.write_text("ERROR monarch_slurm.job.steps: host n3 has failed: exit code 1\n")
     world.folder.host_log("n3").write_text("ModuleNotFoundError: No module named 'monarch_slurm'\n")
     world.set(JobStatus(7, "FAILED", "NonZeroExitCode", exit_code=1))
     with pytest.raises(
@@ -129,19 +129,19 @@ def test_a_character_that_is_cut_in_two_is_read_whole(tmp_path: Path) -> None:
     assert out.getvalue() == "½"
 
 
-def test_srun_tells_which_tasks_failed(world: World) -> None:
+def test_the_batch_log_tells_which_hosts_failed(world: World) -> None:
     world.folder.batch_log.write_text(
-        "srun: error: n[1,3]: tasks 0,2: Exited with exit code 1\n"
-        "srun: error: n4: task 3: Killed\n"
-        "srun: error: Node failure on n2\n"
+        "2030-01-01 00:00:00,000 ERROR monarch_slurm.job.steps: host n1 has failed: exit code 1\n"
+        "2030-01-01 00:00:00,000 WARNING monarch_slurm.job.steps: the step of host n3 ended: killed by SIGKILL\n"
+        "2030-01-01 00:00:00,000 WARNING monarch_slurm.job.steps: host n3: starting its step again\n"
+        "2030-01-01 00:00:00,000 ERROR monarch_slurm.job.steps: host n4 has failed: exit code 250 (srun: error: no)\n"
     )
-    failed = {"n1": "Exited with exit code 1", "n3": "Exited with exit code 1", "n4": "Killed"}
-    assert failed_hosts(world.folder) == failed
+    assert failed_hosts(world.folder) == {"n1": "exit code 1", "n4": "exit code 250 (srun: error: no)"}
     world.folder.host_log("n4").write_text("out of memory\n")
     text = str(host_problem(world.folder, ["n4"], "1 of 4 hosts did not join"))
-    assert "the task of n4 has ended: Killed" in text
+    assert "host n4 has failed: exit code 250" in text
     assert "    out of memory" in text
-    assert "Node failure on n2" in str(why_ended(world.folder, JobStatus(7, "NODE_FAIL", exit_code=0)))
+    assert "starting its step again" in str(why_ended(world.folder, JobStatus(7, "NODE_FAIL", exit_code=0)))
 
 
 def test_a_tail_is_short(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from monarch_slurm.job import SlurmAllocation, SlurmUnreachableError
 from monarch_slurm.job.folder import JobFolder
-from monarch_slurm.job.head import Head, end_without_head, head_state, poll_seconds
+from monarch_slurm.job.head import Head, end_without_head, head_state, job_nodes, poll_seconds
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,11 @@ def test_silence_of_slurm_is_no_answer() -> None:
         raise SlurmUnreachableError("squeue did not answer within 60 s")
 
     assert head_state(7, run) is Head.UNKNOWN
+
+
+@pytest.mark.parametrize(("squeue", "nodes"), [("n[1-2,4]\n", {"n1", "n2", "n4"}), ("", None), ("n[1-", None)])
+def test_the_nodes_that_a_job_still_has(squeue: str, nodes: set[str] | None) -> None:
+    assert job_nodes(7, lambda command: subprocess.CompletedProcess(command, 0, squeue, "")) == nodes
 
 
 @pytest.mark.parametrize(("requeue", "command"), [(False, "scancel 7"), (True, "scontrol requeue 7")])

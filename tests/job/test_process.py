@@ -79,8 +79,10 @@ def test_hosts_are_processes_and_are_gone_after_the_program(how: str, tmp_path: 
     assert find_processes(folder) == set()
 
 
-def test_hosts_end_when_the_program_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MONARCH_SLURM_MESH_ORPHAN_TIMEOUT", "2")
+def test_hosts_end_when_the_program_is_killed_without_waiting_for_the_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MONARCH_SLURM_MESH_ORPHAN_TIMEOUT", "600")
     code, folder = run("crash", tmp_path)
     assert code == -9
     wait_until(lambda: not find_processes(folder), "end of the hosts")

@@ -23,6 +23,11 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = DEAD
         time.sleep(0.05)
 
 
+def read(path: Path) -> str:
+    """What is in a file that may not be there yet."""
+    return path.read_text() if path.exists() else ""
+
+
 class Cluster:
     """Four nodes, n1 to n4, and what can be done to them."""
 
@@ -63,17 +68,21 @@ class Cluster:
         """Run a command of Slurm; return its output."""
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
-    def processes(self, node: str) -> list[str]:
-        """Return the command lines of what is ours in ``node``."""
-        found = []
+    def processes(self, node: str) -> dict[int, str]:
+        """Return the command lines of what is ours in ``node``, by pid as seen from here."""
+        found = {}
         for pid in self.call("pids", node).split():
             try:
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue  # it ended meanwhile
             if "monarch" in line or "submitit" in line or "slurmstepd" in line:
-                found.append(line)
+                found[int(pid)] = line
         return found
+
+    def agents(self, node: str) -> set[int]:
+        """Return the pids of host agents and their guardians in ``node``."""
+        return {pid for pid, line in self.processes(node).items() if "monarch_slurm.host " in line}
 
     def is_idle(self) -> bool:
         """Return whether no node has a job or a problem."""

@@ -8,22 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slurm_nodes import Cluster, wait_until
+from slurm_nodes import Cluster, read, wait_until
+from slurm_programs import SURVIVES, WHO
 
 from monarch_slurm.job import HostsTakenError, JobEndedError, Phase, SlurmJob, follow
 
 Program = Callable[[str], list[str]]
-
-WHO = """
-import os, socket, sys
-from monarch_slurm.actor import Actor, endpoint
-from monarch_slurm.job import SlurmJob
-
-class Who(Actor):
-    @endpoint
-    def host(self):
-        return socket.gethostname(), os.environ["SLURMD_NODENAME"], os.environ["SLURM_NODEID"]
-"""
 
 INSIDE = (
     WHO
@@ -52,43 +42,6 @@ elif sys.argv[1] == "crash":
     os.kill(os.getpid(), 9)
 """
 )
-
-SURVIVES = (
-    WHO
-    + """
-import time
-import monarch_slurm.actor as actor
-
-def note(failure):
-    print("fault:", failure.report().splitlines()[0], flush=True)
-
-actor.unhandled_fault_hook = note
-hosts = SlurmJob({"hosts": 4}).state().hosts  # all that this job has
-who = hosts.spawn_procs().spawn("who", Who)
-who.host.call().get()
-print("ready", flush=True)
-last = None
-while not os.path.exists("stop"):
-    here = []
-    for rank in range(len(hosts)):
-        try:
-            here.append(who.slice(hosts=rank).host.call_one().get(timeout=60)[0])
-        except (actor.SupervisionError, actor.ActorError):
-            pass
-    if here != last:
-        print("answering:", *here, flush=True)
-        last = here
-    time.sleep(0.05)
-"""
-)
-
-
-def agents(cluster: Cluster, node: str) -> list[str]:
-    return [line for line in cluster.processes(node) if "monarch_slurm.host" in line]
-
-
-def read(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
 
 
 def test_the_program_on_the_head_drives_all_nodes(cluster: Cluster, program: Program) -> None:
@@ -140,7 +93,7 @@ def test_the_loss_of_a_node_is_survived(
     wait_until(lambda: "answering: n1 n2 n4" in read(log), "the others to answer")
     assert "n3" in next(line for line in read(log).splitlines() if line.startswith("fault:"))
     if how == "cut":
-        wait_until(lambda: not agents(cluster, "n3"), "the lease of n3 to end")
+        wait_until(lambda: not cluster.agents("n3"), "the lease of n3 to end")
     wait_until(lambda: "n3" not in job.status().nodes and job.status().nodes == "n[1-2,4]", "Slurm to notice")
     assert job.status().state == "RUNNING"
     Path("stop").touch()
@@ -160,7 +113,7 @@ def test_the_loss_of_the_head_ends_the_job(cluster: Cluster, program: Program, m
     wait_until(lambda: "answering: n1 n2 n3 n4" in read(job.folder / "controller.log"), "all nodes to answer")
     cluster.kill("n1")
     for node in ("n2", "n3", "n4"):
-        wait_until(lambda node=node: not agents(cluster, node), f"end of the agent of {node}")
+        wait_until(lambda node=node: not cluster.agents(node), f"end of the agent of {node}")
     wait_until(lambda: job.status().phase is Phase.ENDED, "end of the job")
     with pytest.raises(JobEndedError, match="the head node is lost: ending the job"):
         follow(job, io.StringIO())
@@ -188,6 +141,8 @@ def test_an_agent_that_is_killed_leaves_the_others(cluster: Cluster, program: Pr
     wait_until(lambda: "answering: n1 n2 n3 n4" in read(log), "all nodes to answer")
     cluster.call("exec", "n2", "pkill", "-9", "-f", "monarch_slurm.host --folder")
     wait_until(lambda: "answering: n1 n3 n4" in read(log), "the others to answer")
+    wait_until(lambda: "host n2: starting its step again" in read(job.folder / "batch.log"), "another try")
+    wait_until(lambda: cluster.agents("n2"), "another agent")
     Path("stop").touch()
     assert follow(job, io.StringIO()) == 0
 
@@ -201,5 +156,5 @@ def test_an_agent_that_cannot_start_is_named(cluster: Cluster, program: Program)
     out = io.StringIO()
     assert follow(job, out) == 1
     assert "HostStartError: the agents of 1 of 2 hosts could not start" in out.getvalue()
-    assert "the task of n2 has ended: Exited with exit code 1" in out.getvalue()
+    assert "host n2 has failed: exit code 1 (srun: error: n2: task 0: Exited with exit code 1)" in out.getvalue()
     assert "No module named 'monarch_slurm.job'" in out.getvalue()

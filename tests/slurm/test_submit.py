@@ -157,7 +157,7 @@ def test_a_package_that_cannot_be_imported(cluster: Cluster, monkeypatch: pytest
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path.endswith("site-packages")))
     job = SlurmJob({"hosts": 2}, setup=["unset PYTHONPATH", "export PYTHONSAFEPATH=1"])
     job.apply("true")
-    with pytest.raises(JobEndedError, match=r"last lines of logs/n1\.log:(.|\n)*No module named 'monarch_slurm'"):
+    with pytest.raises(JobEndedError, match=r"last lines of batch\.log:(.|\n)*No module named 'monarch_slurm'"):
         follow(job, io.StringIO())
 
 

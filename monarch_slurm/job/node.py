@@ -1,0 +1,190 @@
+"""What runs on each node of an allocation: ``python -m monarch_slurm.job.node``, a small supervisor of the host agent.
+
+Slurm keeps a job that may lose nodes also when it has lost the head. So a task whose agent has ended, for its
+controller is gone, stays to see whether the head is gone, too, and ends the job (or has it start again) if so.
+
+The step around the agent may break while the agent is well: srun or slurmstepd is killed. The head then starts another
+step here, whose task finds the first one's (the predecessor) alive and only watches it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from monarch_slurm.host.agent import ENDED, LEASE_EXPIRED
+from monarch_slurm.job.address import find_address
+from monarch_slurm.job.allocation import SlurmAllocation
+from monarch_slurm.job.errors import JobError
+from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
+from monarch_slurm.job.head import Head, end_without_head, head_state, poll_seconds
+from monarch_slurm.job.processes import end_processes, find_processes
+from monarch_slurm.job.status import run_command
+from monarch_slurm.job.steps import HIDDEN_VARIABLE
+from monarch_slurm.job.supervisor import (
+    AGENT_GRACE,
+    BATCH_VARIABLE,
+    CHECK_SECONDS,
+    CLIENT_WAIT,
+    Signals,
+    describe_code,
+    set_up_log,
+    start_child,
+)
+from monarch_slurm.wire import make_runtime_dir
+
+MODULE = "monarch_slurm.job.node"
+
+logger = logging.getLogger(MODULE)  # __name__ is __main__ here
+
+
+def main() -> int:
+    """Run the task of this node until the job ends; return its exit code."""
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description="Run the task of one node of a job.")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of the job")
+    parser.add_argument("--index", type=int, required=True, help="position of this node in the job")
+    parser.add_argument("--address", help="interface, network or IP address of this node that others dial")
+    parser.add_argument("--requeue", action="store_true", help="start the job again when its head is lost")
+    parser.add_argument("--outside", action="store_true", help="the controller runs outside of the allocation")
+    options = parser.parse_args()
+    set_up_log()
+    _restore_environment(options.index)
+    try:
+        return _Task(JobFolder(options.folder), options.address, options.requeue, options.outside).run()
+    except JobError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _restore_environment(index: int) -> None:
+    """Make the environment that of the only step of the job, with one task on each node."""
+    for name, value in json.loads(os.environ.pop(HIDDEN_VARIABLE, "{}")).items():
+        os.environ.setdefault(name, value)
+    count = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    os.environ.update(dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_GTIDS"), str(index)))
+    os.environ.update(dict.fromkeys(("SLURM_NNODES", "SLURM_NTASKS", "SLURM_NPROCS"), count))
+    os.environ["SLURM_TASKS_PER_NODE"] = f"1(x{count})"
+
+
+class _Task:
+    def __init__(self, folder: JobFolder, address: str | None, requeue: bool, outside: bool) -> None:
+        self._folder = folder
+        self._requeue = requeue
+        self._outside = outside
+        self._allocation = SlurmAllocation.from_env()
+        self._address = find_address(address, "") if address is not None else None
+        self._signals = Signals()
+        self._slurmstepd = os.getppid()
+
+    def run(self) -> int:
+        if not self._outlive_predecessors():
+            return 0
+        runtime_dir = make_runtime_dir()  # around the agent's own, so that nothing is left when that is killed
+        try:
+            return self._watch(self._start_agent(runtime_dir))
+        finally:
+            end_processes(lambda: self._find(own=True), AGENT_GRACE)
+            shutil.rmtree(runtime_dir, ignore_errors=True)
+
+    def _outlive_predecessors(self) -> bool:
+        """Return when nothing is left here of earlier steps of this host: whether an agent is to start."""
+        watched = False
+        while predecessors := self._find_predecessors():
+            watched = True
+            logger.info("watching the task that an earlier step has left here (pid %d)", predecessors[0])
+            while _command_line(predecessors[0]) and not self._is_over():
+                self._signals.wait(CHECK_SECONDS)
+                self._check_step()
+            if self._is_over():
+                end_processes(lambda: self._find(own=False), AGENT_GRACE)
+                return False
+        end_processes(lambda: self._find(own=False), 0.0)
+        return not (watched and self._outside and not self._folder.controller_file.exists())
+
+    def _find(self, own: bool) -> set[int]:
+        """Return the processes of this step here, or those of other steps for this host."""
+        mine = f"SLURM_STEP_ID={os.environ.get('SLURM_STEP_ID', '')}".encode()
+        inside = f"{BATCH_VARIABLE}=1".encode()  # the program's own
+
+        def is_wanted(env: set[bytes]) -> bool:
+            return inside not in env and any(
+                item.startswith(b"SLURM_STEP_ID=") and (item == mine) is own for item in env
+            )
+
+        return find_processes(self._folder.path, is_wanted)
+
+    def _find_predecessors(self) -> list[int]:
+        return sorted(pid for pid in self._find(own=False) if MODULE.encode() in _command_line(pid))
+
+    def _start_agent(self, runtime_dir: Path) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "monarch_slurm.host", "--folder", str(self._folder.path)]
+        command += ["--name", self._allocation.node_name]
+        if self._address is not None:
+            command += ["--address", self._address]
+        env = {**os.environ, FOLDER_VARIABLE: str(self._folder.path), "MONARCH_SLURM_RUNTIME_DIR": str(runtime_dir)}
+        if self._outside:
+            env.setdefault("MONARCH_SLURM_MESH_ORPHAN_TIMEOUT", str(CLIENT_WAIT))
+        return start_child(command, env)
+
+    def _is_over(self) -> bool:
+        return self._signals.stop or self._folder.exit_code() is not None
+
+    def _watch(self, agent: subprocess.Popen[bytes]) -> int:
+        while (code := agent.poll()) is None:
+            self._signals.wait(CHECK_SECONDS)
+            if self._is_over():
+                return 0
+            self._check_step()
+        logger.info("the agent ended: %s", describe_code(code))
+        if code in (ENDED, LEASE_EXPIRED):
+            return self._stand_by(code)
+        return code if code >= 0 else 128 - code
+
+    def _check_step(self) -> None:
+        """Tell Slurm when the step around this task is gone, for srun does not notice; the head starts another one."""
+        if os.getppid() == self._slurmstepd:
+            return
+        self._slurmstepd = os.getppid()
+        step = f"{self._allocation.job_id}.{os.environ.get('SLURM_STEP_ID')}"
+        logger.warning("slurmstepd has ended, and step %s with it", step)
+        try:
+            run_command(["scancel", step])
+        except JobError as error:
+            logger.warning("cannot end step %s: %s", step, error)
+
+    def _stand_by(self, code: int) -> int:
+        """Stay until the job ends, and end it if nobody else can; return ``code`` if the host is to start again."""
+        first, pause = poll_seconds(len(self._allocation.nodes))
+        next_look = time.monotonic() + first
+        while not self._is_over():
+            if time.monotonic() >= next_look:
+                state = head_state(self._allocation.job_id)
+                if state is Head.LOST:
+                    end_without_head(self._folder, self._allocation, self._requeue)
+                    return 0
+                if state is Head.JOB_ENDED or (state is Head.THERE and self._outside):
+                    return 0
+                if state is Head.THERE and code == LEASE_EXPIRED:
+                    return code  # only the network was away
+                next_look = time.monotonic() + pause
+            self._signals.wait(CHECK_SECONDS)
+        return 0
+
+
+def _command_line(pid: int) -> list[bytes]:
+    """Return the command line of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
+    except OSError:
+        return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())
