@@ -8,7 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-quick lint format bench clean
+.PHONY: demo test test-rdma test-quick lint format bench clean
 
 demo: $(VENV)/.train
 	$(BIN)/monarch-slurm train --local --replicas 4 --model tiny --tokens 900000 --fail-every 6 --step-deadline 3
@@ -18,6 +18,11 @@ test: $(VENV)/.dev
 	$(MAKE) lint
 	$(BIN)/python -m pytest -m "not slow" tests
 	$(BIN)/python -m pytest -m "slow" tests
+
+# Soft-RoCE devices in QEMU guests: several minutes.
+test-rdma: $(VENV)/.dev
+	bash tests/rdma_vm.sh install
+	MONARCH_SLURM_TEST_RDMA=1 $(BIN)/python -m pytest -m rdma tests/rdma
 
 test-quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow and not slurm and not train" tests

@@ -6,8 +6,10 @@ The layers, each of which imports only those below it:
 - ``train``: fault-tolerant training: replicas, Lighthouse, DiLoCo, failure injection, reports
 - ``job``: where hosts come from: local processes, Slurm
 - ``controller``: waiting for hosts, restart policy, journal
+- ``rdma``, ``collectives``: moving memory and tensors between procs
 - ``actor``: what users write: actors, endpoints, meshes, futures, ports, supervision
 - ``host``: the host agent, which spawns, watches and stops the procs of one host
+- ``gpu``: devices and their memory
 - ``wire``: frames, pickles, ZeroMQ sockets, keys
 - ``config``: settings of the process
 """
