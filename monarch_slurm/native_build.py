@@ -242,18 +242,14 @@ def _binding_headers() -> list[Path]:
 
 
 def _torch_flags(name: str) -> tuple[list[str], list[str]]:
-    try:
-        import torch
-        from torch.utils import cpp_extension
-    except ImportError as error:
-        raise NativeBuildError(f"{name} is built against torch, which cannot be imported: {error}") from error
-    flags = [f"-isystem{path}" for path in cpp_extension.include_paths()]
-    flags += ["-std=c++20", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
-    flags.append(f"-DTORCH_EXTENSION_NAME={name}")
-    links = []
-    for path in cpp_extension.library_paths():
-        links += [f"-L{path}", f"-Wl,-rpath,{path}"]
-    return flags, [*links, "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    """What torch.utils.cpp_extension would give. It is not asked: importing it can start the GPU of this process."""
+    folder = torch_folder()
+    if folder is None or not (folder / "include").is_dir():
+        raise NativeBuildError(f"{name} is built against torch's headers, but torch is not installed")
+    headers = [folder / "include", folder / "include" / "torch" / "csrc" / "api" / "include"]
+    flags = [f"-isystem{path}" for path in headers]
+    libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    return [*flags, "-std=c++20"], [f"-L{folder / 'lib'}", f"-Wl,-rpath,{folder / 'lib'}", *libraries]
 
 
 def _compiler() -> list[str]:
@@ -282,7 +278,9 @@ def _key(name: str, platform: str, compiler: list[str], flags: list[str]) -> str
         digest.update(text.encode() + b"\0")
     if torch_version is not None and torch_version.is_file():
         digest.update(torch_version.read_bytes())
-    for path in sorted([*_own_sources(name), *(sources_folder() / "include").glob("**/*.h")]):
+    for path in sorted(
+        [*_own_sources(name), *sources_folder().glob("include/**/*.h"), *sources_folder().glob("src/*.h")]
+    ):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     return f"{python}-{platform}-{digest.hexdigest()[:16]}"

@@ -17,6 +17,7 @@ import multiprocessing.connection
 import os
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -153,7 +154,106 @@ def abort(rank: int, size: int, pipe: Pipe) -> str:
     return f"aborted in {1e3 * (aborted - begin):.0f} ms, made anew in {1e3 * (done - aborted):.0f} ms"
 
 
-CHECKS: list[Callable[[int, int, Pipe], str]] = [facts, memory, reductions, moves, graph, abort]
+def _trained(rank: int, size: int, backend: str, sharded: bool) -> list[torch.Tensor]:
+    """The parameters after a few steps on the given backend."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    store = Path(tempfile.gettempdir()) / f"hardware-{os.getppid()}-{backend.replace(':', '-')}-{sharded}"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    torch.manual_seed(0)
+    block = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
+    model: Any = torch.nn.Sequential(block, torch.nn.LayerNorm(256)).cuda()
+    if sharded:
+        fully_shard(model[0])
+        fully_shard(model)
+    else:
+        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank], bucket_cap_mb=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(5):
+        generator = torch.Generator("cuda").manual_seed(100 * step + rank)
+        model(torch.randn(32, 256, device="cuda", generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [(each.full_tensor() if sharded else each).detach().cpu() for each in model.parameters()]
+    dist.destroy_process_group()
+    store.unlink(missing_ok=True)
+    return weights
+
+
+def _same_training(rank: int, size: int, sharded: bool) -> str:
+    import_module("monarch_slurm.collectives.c10d")
+    ours = _trained(rank, size, "cpu:gloo,cuda:monarch", sharded)
+    theirs = _trained(rank, size, "nccl", sharded)
+    assert len(ours) == len(theirs)
+    assert all(torch.equal(mine, peer) for mine, peer in zip(ours, theirs, strict=True))
+    return f"{len(ours)} parameters bit for bit those of torch's NCCL backend after 5 steps"
+
+
+def ddp(rank: int, size: int, _pipe: Pipe) -> str:
+    return _same_training(rank, size, sharded=False)
+
+
+def fsdp2(rank: int, size: int, _pipe: Pipe) -> str:
+    return _same_training(rank, size, sharded=True)
+
+
+def c10d_ops(rank: int, size: int, _pipe: Pipe) -> str:
+    """What DDP and FSDP2 do not use: lists, gather, scatter, all_to_all, sends in a batch, new groups, barrier."""
+    import torch.distributed as dist
+
+    import_module("monarch_slurm.collectives.c10d")
+    store = Path(tempfile.gettempdir()) / f"hardware-{os.getppid()}-ops"
+    dist.init_process_group("cpu:gloo,cuda:monarch", init_method=f"file://{store}", rank=rank, world_size=size)
+    mine = torch.full((3,), float(rank), device="cuda")
+    everyone = [torch.full((3,), float(peer)) for peer in range(size)]
+    total = float(sum(range(size)))
+
+    def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True)), (got, want)
+
+    parts = [torch.empty(3, device="cuda") for _ in range(size)]
+    dist.all_gather(parts, mine)
+    same(parts, everyone)
+    dist.all_to_all(parts, [mine] * size)
+    same(parts, everyone)
+    dist.gather(mine, parts if rank == 0 else None, dst=0)
+    dist.scatter(mine, parts if rank == 0 else None, src=0)
+    same([mine], [everyone[rank]])
+    one = torch.empty(3, device="cuda")
+    dist.reduce_scatter(one, [mine] * size)
+    same([one], [torch.full((3,), total)])
+    whole = torch.empty(3 * size, device="cuda")
+    dist.all_to_all_single(whole, mine.repeat(size))
+    same([whole], [torch.cat(everyone)])
+    towards, back = (rank + 1) % size, (rank - 1) % size
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, towards), dist.P2POp(dist.irecv, one, back)]):
+        work.wait()
+    same([one], [everyone[back]])
+    group = dist.new_group(list(range(size)), backend="cpu:gloo,cuda:monarch")
+    handle = dist.all_reduce(mine, group=group, async_op=True)
+    handle.wait()
+    same([mine], [torch.full((3,), total)])
+    on_cpu = torch.ones(2)
+    dist.all_reduce(on_cpu)
+    assert on_cpu.tolist() == [float(size)] * 2
+    dist.barrier()
+    dist.destroy_process_group()
+    store.unlink(missing_ok=True)
+    return "lists, gather, scatter, all_to_all, batched sends, a new group, barrier; CPU tensors beside them"
+
+
+CHECKS: list[Callable[[int, int, Pipe], str]] = [
+    facts,
+    memory,
+    reductions,
+    moves,
+    graph,
+    abort,
+    ddp,
+    fsdp2,
+    c10d_ops,
+]
 
 
 def rank_main(check: Callable[[int, int, Pipe], str], rank: int, size: int, pipe: Any, fd: int) -> None:
@@ -205,7 +305,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gpus", type=int, default=0)
     arguments = parser.parse_args()
-    build_native(["_native"])
+    build_native(["_native", "_c10d"])
     size = arguments.gpus or len(gpu_devices())
     rows = []
     for check in CHECKS:

@@ -158,7 +158,9 @@ class CclTransport:
         """End the kernels that run, and fail all that comes."""
         if self._failure is None:
             self._failure = failure
-            self.comm.abort(str(failure))
+            # The library takes half a second to end its threads: waiters are told, and a new communicator is made,
+            # without waiting for that. Not a daemon: the interpreter must not end in the middle of it.
+            threading.Thread(target=self.comm.abort, args=(str(failure),), name="ccl-abort").start()
 
     def close(self, failure: BaseException) -> None:
         """Wait for what was started, then end."""

@@ -13,6 +13,12 @@ from monarch_slurm.errors import ConfigError
 from monarch_slurm.native_build import NativeBuildError, build_native, gpu_platform, load_native, sources_folder
 
 
+@pytest.mark.slow
+def test_the_c10d_backend_builds_without_a_warning() -> None:
+    pytest.importorskip("torch")
+    assert build_native(["_c10d"])["_c10d"].is_file()
+
+
 @pytest.mark.parametrize("platform", ["rocm", "cuda", "none"])
 def test_every_platform_builds_without_a_warning(platform: str) -> None:
     built = build_native(["_native"], platform=platform)

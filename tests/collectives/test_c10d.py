@@ -1,0 +1,28 @@
+"""The backend is known to torch, and says what is missing where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+PROGRAM = """
+import sys, torch.distributed as dist
+import monarch_slurm.collectives.c10d as c10d
+c10d.register()
+assert dist.Backend.MONARCH == "monarch"
+dist.init_process_group("cpu:gloo,cuda:monarch", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+"""
+
+
+def test_without_the_library_the_error_says_what_to_install(tmp_path: Path) -> None:
+    environment = {**os.environ, "MONARCH_SLURM_CCL_LIBRARY": "libnot-there.so"}
+    program = [sys.executable, "-c", PROGRAM, str(tmp_path / "store")]
+    done = subprocess.run(program, capture_output=True, text=True, env=environment)
+    assert done.returncode == 1
+    assert "cannot load NCCL: install it" in done.stderr or "cannot load RCCL: install" in done.stderr
