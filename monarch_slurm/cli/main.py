@@ -7,6 +7,7 @@ import sys
 import click
 
 from monarch_slurm._version import __version__
+from monarch_slurm.cli.native import build
 from monarch_slurm.cli.train import train
 from monarch_slurm.errors import MonarchSlurmError
 
@@ -22,6 +23,7 @@ def cli() -> None:
     """
 
 
+cli.add_command(build)
 cli.add_command(train)
 
 
