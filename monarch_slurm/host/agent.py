@@ -188,6 +188,7 @@ class Agent:
         def ended() -> None:
             self._loop.remove_reader(pidfd)
             os.close(pidfd)
+            logger.error("host %s: the controller has ended: ending all procs", self.name)
             self._end(LEASE_EXPIRED)
 
         self._loop.add_reader(pidfd, ended)

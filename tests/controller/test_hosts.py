@@ -240,7 +240,10 @@ CONTROLLER = """
     import sys, threading
     from pathlib import Path
     from monarch_slurm.actor import Actor, endpoint
+    import monarch_slurm.host.hub as hub
     from monarch_slurm.controller import gather_hosts, publish, withdraw
+    if sys.argv[2] != "beside":
+        hub.pid_space = lambda: "another machine"  # whose agents cannot see this process end
     class Worker(Actor):
         @endpoint
         def get(self): return 1
@@ -257,7 +260,11 @@ CONTROLLER = """
 
 @pytest.mark.parametrize(
     ("leave", "lease", "text"),
-    [("withdraw", "60", "the controller has ended"), ("keep", "1", "nothing heard from the controller for")],
+    [
+        ("beside", "60", "the controller has ended"),
+        ("withdraw", "60", "the controller has ended"),
+        ("keep", "1", "nothing heard from the controller for"),
+    ],
 )
 def test_agents_end_when_their_controller_is_killed(
     tmp_path: Path, agents: Callable[..., Agent], leave: str, lease: str, text: str
