@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import click
@@ -29,6 +30,11 @@ cli.add_command(train)
 
 def main() -> None:
     """Run the command line; errors that the user can act on are printed without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(
+                errors="replace"
+            )  # a character that the terminal lacks must not end a run, or its output
     try:
         cli(standalone_mode=False)
     except click.exceptions.Abort:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.train.config import TrainConfig
@@ -15,8 +17,14 @@ _DEFAULTS = TrainConfig()
 
 
 def _seconds(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not value > 0:
+    if value is not None and not 0 < value < math.inf:
         raise click.BadParameter("a positive number of seconds expected")
+    return value
+
+
+def _rate(context: click.Context, parameter: click.Parameter, value: float) -> float:
+    if not 0 < value < math.inf:
+        raise click.BadParameter("a positive number expected")
     return value
 
 
@@ -41,11 +49,11 @@ def _seconds(context: click.Context, parameter: click.Parameter, value: float | 
 )
 @click.option("--seq-len", type=click.IntRange(8), default=_DEFAULTS.seq_len, show_default=True)
 @click.option("--batch-size", type=click.IntRange(1), default=_DEFAULTS.batch_size, show_default=True)
-@click.option("--lr", type=click.FloatRange(0, min_open=True), default=_DEFAULTS.lr, show_default=True)
+@click.option("--lr", type=float, callback=_rate, default=_DEFAULTS.lr, show_default=True)
 @click.option(
     "--sync-every", type=click.IntRange(1), default=_DEFAULTS.sync_every, show_default=True, help="Inner steps."
 )
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--fail-every", type=float, callback=_seconds, help="Inject a failure every so many seconds.")
 @click.option(
     "--failures", default="kill,segfault,exception,hang", show_default=True, help="Kinds of failures, in turn."
@@ -89,7 +97,8 @@ def _seconds(context: click.Context, parameter: click.Parameter, value: float | 
     "--exclusive/--no-exclusive", default=True, show_default=True, help="Whether the nodes are for this job alone."
 )
 @click.option("--in-job", is_flag=True, hidden=True, help="Be the controller of the Slurm job around this process.")
-def train(where: str | None, nodes: int | None, in_job: bool, **options: Any) -> None:
+@click.pass_context
+def train(context: click.Context, /, where: str | None, nodes: int | None, in_job: bool, **options: Any) -> None:
     """Train a Llama on text over several replicas, and do not stop when parts of it fail.
 
     Writes a folder with journal.jsonl, report.json and report.html.
@@ -111,6 +120,12 @@ def train(where: str | None, nodes: int | None, in_job: bool, **options: Any) ->
     )
     if where == "local" and nodes is not None:
         raise click.UsageError("--local and --nodes exclude each other")
+    given = {name for name in options | slurm if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    if where == "local" and given & slurm.keys():
+        names = ", ".join(sorted("--" + name.replace("_", "-") for name in given & slurm.keys()))
+        raise click.UsageError(f"for Slurm only, not for --local: {names}")
+    if "failures" in given and options["fail_every"] is None:
+        raise click.UsageError("--failures needs --fail-every SECONDS")
     if nodes is not None and not in_job:
         train_on_slurm(plan, nodes, slurm)
     elif where == "local" or in_job:

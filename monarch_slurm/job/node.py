@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -38,9 +39,12 @@ from monarch_slurm.job.supervisor import (
     set_up_log,
     start_child,
 )
-from monarch_slurm.wire import make_runtime_dir
+from monarch_slurm.wire import WireError, make_runtime_dir, read_invitation
 
 MODULE = "monarch_slurm.job.node"
+
+DIAL_SECONDS = 2.0
+"""Time for the controller's machine to take a connection."""
 
 logger = logging.getLogger(MODULE)  # __name__ is __main__ here
 
@@ -171,11 +175,20 @@ class _Task:
                     return 0
                 if state is Head.JOB_ENDED or (state is Head.THERE and self._outside):
                     return 0
-                if state is Head.THERE and code == LEASE_EXPIRED:
+                # Slurm takes minutes to notice a loss; until then it calls any head "there".
+                if state is Head.THERE and code == LEASE_EXPIRED and self._controller_answers():
                     return code  # only the network was away
                 next_look = time.monotonic() + pause
             self._signals.wait(CHECK_SECONDS)
         return 0
+
+    def _controller_answers(self) -> bool:
+        try:
+            ip, _, port = read_invitation(self._folder.controller_file).address.removeprefix("tcp://").rpartition(":")
+            with socket.create_connection((ip.strip("[]"), int(port)), timeout=DIAL_SECONDS):
+                return True
+        except (OSError, WireError):
+            return False
 
 
 def _command_line(pid: int) -> list[bytes]:

@@ -125,7 +125,7 @@ class LlamaEngine:
     def run(self) -> None:
         """Train until the run has committed its tokens, then evaluate; returns when every socket is closed.
 
-        A replica that is started again (its generation is not 0) asks for the state before it does anything else.
+        A replica that is started into a run that has committed something asks for the state before anything else.
 
         Raises:
             MonarchSlurmError: the configuration, the data or the run does not allow to go on; the text says why.
@@ -138,7 +138,7 @@ class LlamaEngine:
             self._emit("engine_ready", parameters=count_parameters(self._model), seconds=time.time() - began)
             with self._diloco:
                 self._enter("compute")
-                if self._place.generation > 0:
+                if self._place.committed_step > 0:
                     self._join()
                 while self._tokens < self._config.tokens:
                     self._inner_step()
@@ -205,13 +205,17 @@ class LlamaEngine:
         return torch.optim.AdamW(groups, lr=self._config.lr, betas=(0.9, 0.95), weight_decay=decay, fused=True)
 
     def _save_state(self) -> dict[str, Any]:
+        assert self._manager is not None
         return {
+            "trained": self._manager.trained,
             "model": dict(self._model.state_dict()),
             "optimizer": self._optimizer.state_dict(),
             "sampler": self._sampler.state_dict(),
         }
 
     def _load_state(self, saved: dict[str, Any]) -> None:
+        assert self._manager is not None
+        self._manager.trained = saved["trained"]
         self._model.load_state_dict(saved["model"])
         self._optimizer.load_state_dict(saved["optimizer"])
         self._sampler.load_state_dict(saved["sampler"])
@@ -220,7 +224,7 @@ class LlamaEngine:
     def _tokens(self) -> int:
         """Tokens that the run has committed: the same number on every replica."""
         assert self._manager is not None
-        return int(self._manager.batches_committed()) * self._config.tokens_per_sync
+        return self._manager.trained * self._config.tokens_per_sync
 
     def _join(self) -> None:
         """Get the state of the run at the peers' next sync.

@@ -116,6 +116,8 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         on_sync: called when a sync begins.
 
     Attributes:
+        trained: how many replicas' work has been committed, summed over the syncs of the run. A replica that got the
+            state in a sync brought none: TorchFT counts it, and its donor's change twice.
         joined: a quorum that this replica was part of has formed, and the state that it needed has come.
     """
 
@@ -123,6 +125,7 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         self, config: TrainConfig, place: Place, replica: Replica, emit: Emit, on_sync: Callable[[], None]
     ) -> None:
         self.joined = False
+        self.trained = 0
         self._emit, self._on_sync = emit, on_sync
         self._place, self._verify = place, config.verify_state
         self._saves: dict[str, Callable[[], Any]] = {}
@@ -161,6 +164,8 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         except RuntimeError as error:
             self.transport.shutdown()
             raise QuorumError(f"replica {place.replica} cannot reach the Lighthouse: {error}") from error
+        self._quorums = _Quorums(self._client)
+        self._client: Any = self._quorums
         _one_line_per_failure.install()
 
     def register_state_dict_fn(
@@ -240,6 +245,8 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         if self.errored() is not None:
             self.group.hang_up()
         committed = bool(super().should_commit(timeout))
+        if committed:
+            self.trained += self._quorums.up_to_date
         seconds = time.time() - self._sync_began
         self._last_sync = Sync(committed, self.num_participants(), self._healed, seconds)
         return committed
@@ -285,6 +292,26 @@ def make_diloco(
         model.parameters(), lr=config.outer_lr, momentum=config.outer_momentum, nesterov=config.outer_momentum > 0
     )
     return DiLoCo(manager, [model], optimizer, outer, config.sync_every, use_bucketization=False, should_quantize=False)
+
+
+class _Quorums:
+    """TorchFT's client of its manager server, which keeps a number of the last quorum that the manager drops.
+
+    Attributes:
+        up_to_date: members of the last quorum that had the state of the run when they asked.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.up_to_date = 0
+
+    def _quorum(self, **asked: Any) -> Any:
+        quorum = self._client._quorum(**asked)
+        self.up_to_date = int(quorum.max_world_size)
+        return quorum
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
 
 
 @contextmanager

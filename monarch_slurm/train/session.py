@@ -97,8 +97,11 @@ def check(plan: Plan) -> Any:
     Raises:
         MonarchSlurmError: it cannot; the text says why.
     """
-    from monarch_slurm.train.data import split_corpus
-    from monarch_slurm.train.engine import model_config
+    try:
+        from monarch_slurm.train.data import split_corpus
+        from monarch_slurm.train.engine import model_config
+    except ModuleNotFoundError as error:
+        raise ConfigError(f'training needs {error.name}; install it with: pip install "monarch_slurm[train]"') from None
 
     model_config(plan.config.model)
     split_corpus(plan.config.data, plan.config.seq_len)

@@ -115,6 +115,7 @@ class ReplicaActor(Actor):
         self._committed_step = 0
         self._injected: int | None = None
         self._stopped = False
+        self._cause = ""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @endpoint
@@ -271,6 +272,7 @@ class ReplicaActor(Actor):
         if generation.over or self._stopped:
             return
         generation.over = True
+        self._cause = cause
         failure, self._injected = self._injected, None
         detected = event(
             "detected",
@@ -310,7 +312,7 @@ class ReplicaActor(Actor):
             reason = f"more than {limit.restarts} restarts within {limit.within:g} s"
             self._emit("escalated", level="hosts" if wait is not None else "job", reason=reason)
             if wait is None:
-                self._give_up(f"{reason}, and new zygotes on its hosts did not help")
+                self._give_up(f"{reason}, and new zygotes on its hosts did not help; the last failure: {self._cause}")
                 return
             self._hosts._renew()
         if wait:

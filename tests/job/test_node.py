@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 from pretended import DEADLINE, Pretended, wait_until
+
+from monarch_slurm.host.agent import LEASE_EXPIRED
+from monarch_slurm.wire import Invitation, write_invitation
+from monarch_slurm.wire.keys import JobKeys
 
 FakeSlurm = Callable[..., Path]
 
@@ -77,6 +82,32 @@ def test_the_agent_sees_the_job_as_one_step_of_a_task_on_each_node(node: Node) -
     assert "MONARCH_SLURM_BATCH_VARIABLES" not in env
     task.terminate()
     assert task.wait(DEADLINE) == 0
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_host_starts_again_only_when_the_controller_can_be_reached(
+    node: Node, answers: bool, fake_slurm: FakeSlurm
+) -> None:
+    """Slurm says that the head is there, as it does for minutes after a loss; the one that listens never speaks."""
+    fake_slurm(squeue=f"echo asked >> {node.log}.squeue; echo 'RUNNING|n1|n[1-2]'", sinfo="echo allocated")
+    node.env |= {"PATH": os.environ["PATH"], "MONARCH_SLURM_MESH_ORPHAN_TIMEOUT": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as controller:
+        address = f"tcp://127.0.0.1:{controller.getsockname()[1]}"
+        keys = JobKeys.make()
+        invitation = Invitation(address, keys.server_public, keys.agent_public, keys.agent_secret)
+        write_invitation(node.folder.path, invitation)
+        if not answers:
+            controller.close()
+        task = node.start()
+        if answers:
+            assert task.wait(DEADLINE) == LEASE_EXPIRED
+        else:
+            asked = Path(f"{node.log}.squeue")
+            wait_until(lambda: asked.exists() and len(asked.read_text().split()) == 2, "two questions to Slurm")
+            assert task.poll() is None
+            task.terminate()
+            assert task.wait(DEADLINE) == 0
+    node.assert_gone()
 
 
 def test_a_second_task_watches_the_first_and_starts_an_agent_after_it(node: Node) -> None:

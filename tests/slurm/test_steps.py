@@ -33,6 +33,10 @@ def finish(job: SlurmJob) -> None:
     assert job.status().state == "COMPLETED"
 
 
+def kill_srun(cluster: Cluster, which: str) -> None:
+    cluster.call("exec", "n1", "pkill", "-9", which, "-f", "^srun .*--nodelist=n2 ")
+
+
 def variables(pid: int) -> dict[str, str]:
     items = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     return dict(item.split("=", 1) for item in items if "=" in item)
@@ -73,10 +77,21 @@ def test_a_node_that_boots_again_costs_the_others_nothing(cluster: Cluster, prog
 def test_a_killed_srun_costs_its_own_host_alone(cluster: Cluster, program: Program) -> None:
     job = submit(cluster, program)
     before = agents(cluster, cluster.nodes)
-    cluster.call("exec", "n1", "pkill", "-9", "-f", "^srun .*--nodelist=n2 ")
+    kill_srun(cluster, "-o")  # its shepherd, the younger process, then ends the step
     wait_until(lambda: "host n2: starting its step again" in read(job.folder / "batch.log"), "the head to notice")
     wait_until(lambda: cluster.agents("n2") and not cluster.agents("n2") & before["n2"], "another agent")
     assert agents(cluster, before.keys() - {"n2"}) == {node: before[node] for node in before if node != "n2"}
+    finish(job)
+
+
+def test_a_srun_that_is_killed_with_its_shepherd_costs_nobody_anything(cluster: Cluster, program: Program) -> None:
+    job = submit(cluster, program)
+    before = agents(cluster, cluster.nodes)
+    kill_srun(cluster, "-n")
+    kill_srun(cluster, "-o")
+    wait_until(lambda: "watching the task" in read(job.folder / "logs" / "n2.log"), "the new task to find the old one")
+    assert agents(cluster, cluster.nodes) == before
+    assert read(job.folder / "controller.log") == "ready\nanswering: n1 n2 n3 n4\n"
     finish(job)
 
 
