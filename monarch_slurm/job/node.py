@@ -39,7 +39,7 @@ from monarch_slurm.job.supervisor import (
     set_up_log,
     start_child,
 )
-from monarch_slurm.wire import WireError, make_runtime_dir, read_invitation
+from monarch_slurm.wire import KeyFileError, make_runtime_dir, read_invitation
 
 MODULE = "monarch_slurm.job.node"
 
@@ -187,7 +187,7 @@ class _Task:
             ip, _, port = read_invitation(self._folder.controller_file).address.removeprefix("tcp://").rpartition(":")
             with socket.create_connection((ip.strip("[]"), int(port)), timeout=DIAL_SECONDS):
                 return True
-        except (OSError, WireError):
+        except (OSError, KeyFileError):
             return False
 
 
