@@ -155,7 +155,8 @@ def test_python_that_is_not_there(cluster: Cluster) -> None:
 
 def test_a_package_that_cannot_be_imported(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path.endswith("site-packages")))
-    job = SlurmJob({"hosts": 2}, setup=["unset PYTHONPATH", "export PYTHONSAFEPATH=1"])
+    # Without site, Python does not see a package that is installed to be edited in place.
+    job = SlurmJob({"hosts": 2}, python_exe=f"{sys.executable} -S", setup=["export PYTHONSAFEPATH=1"])
     job.apply("true")
     with pytest.raises(JobEndedError, match=r"last lines of batch\.log:(.|\n)*No module named 'monarch_slurm'"):
         follow(job, io.StringIO())
