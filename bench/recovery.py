@@ -41,7 +41,7 @@ from monarch_slurm.train.supervisor import RestartPolicy
 from monarch_slurm.train.timeline import failures
 
 STEP_DEADLINE = 3.0
-EVERY = {"kill": 5.0, "segfault": 5.0, "exception": 5.0, "hang": 8.0}
+EVERY = {"kill": 4.0, "segfault": 4.0, "exception": 4.0, "hang": 6.5}
 """Seconds between two injections: long enough that the one before is over."""
 
 STAGES = ("detected", "respawned", "joined", "state_received", "first_commit")
