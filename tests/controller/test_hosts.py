@@ -251,9 +251,9 @@ CONTROLLER = """
         folder = Path(sys.argv[1])
         publish(folder, address="127.0.0.1")
         gather_hosts(["far"], timeout=30).spawn_procs({"n": 2}).spawn("w", Worker).get.call().get(30)
-        print("ready", flush=True)
         if sys.argv[2] == "withdraw":
             withdraw(folder)
+        print("ready", flush=True)
         threading.Event().wait()
 """
 
