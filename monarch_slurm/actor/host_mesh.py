@@ -19,6 +19,7 @@ from monarch_slurm.actor.proc_mesh import ProcMesh, set_host_maker
 from monarch_slurm.actor.replies import VALUE, CountDown
 from monarch_slurm.actor.shape import Shape, Slice
 from monarch_slurm.config import settings
+from monarch_slurm.gpu import parse_cpu_list
 from monarch_slurm.wire import AGENT, Address, Message, dumps, loads
 
 PROC_ENTRY = "monarch_slurm.actor.proc_main:main"
@@ -66,6 +67,7 @@ class HostMesh(MeshTrait):
         name: str | None = None,
         proc_bind: list[dict[str, str]] | None = None,
         env: dict[str, str | None] | None = None,
+        gpus_per_proc: int | None = None,
     ) -> ProcMesh:
         """Start procs and return their mesh, without waiting for them. The calling actor owns them.
 
@@ -74,8 +76,10 @@ class HostMesh(MeshTrait):
             bootstrap: called in every proc before any actor is spawned on it, sync or async: to set variables before a
                 GPU is used.
             name: what the procs are called in logs and reports.
-            proc_bind: for each proc of a host, ``{"cpus": "0-3,8"}``: the CPUs it runs on.
+            proc_bind: for each proc of a host, ``{"cpus": "0-3,8"}``: the CPUs it runs on; see also ``gpus_per_proc``.
             env: environment variables of the procs; None as a value removes one.
+            gpus_per_proc: each proc sees only so many of its host's GPUs, the next ones in order, and runs on its share
+                of the cores near them; None shows all GPUs to each. ``proc_bind`` may say ``{"gpus": "0-1"}`` instead.
 
         Raises:
             ValueError: labels that overlap, or a ``proc_bind`` of the wrong length or form.
@@ -93,7 +97,14 @@ class HostMesh(MeshTrait):
             raise ValueError(f"per_host sizes must be 1 or more: {per_host}")
         if proc_bind is not None and len(proc_bind) != per:
             raise ValueError(f"proc_bind length ({len(proc_bind)}) must equal procs_per_host ({per})")
-        cpus = [_cpus(bind) for bind in proc_bind or [{}] * per]
+        if gpus_per_proc is not None and gpus_per_proc < 1:
+            raise ValueError(f"gpus_per_proc must be 1 or more: {gpus_per_proc}")
+        binds = [_bind(bind) for bind in proc_bind or [{}] * per]
+        if gpus_per_proc is not None:
+            if any(gpus for _, gpus in binds):
+                raise ValueError("gpus_per_proc and 'gpus' of proc_bind exclude each other")
+            span = range(gpus_per_proc)
+            binds = [(cpus, [rank * gpus_per_proc + gpu for gpu in span]) for rank, (cpus, _) in enumerate(binds)]
         body = dumps(bootstrap)
         owner = context().actor_instance
         runtime = owner.runtime
@@ -123,7 +134,10 @@ class HostMesh(MeshTrait):
             fields = {
                 "mesh": mesh,
                 "entry": PROC_ENTRY,
-                "procs": [{"rank": rank, "env": {}, "cpus": cpus[rank % per]} for rank in ranks_there],
+                "procs": [
+                    {"rank": rank, "env": {}, "cpus": binds[rank % per][0], "gpus": binds[rank % per][1]}
+                    for rank in ranks_there
+                ],
                 "env": {**_forwarded_env(), **(env or {})},
                 "sys_path": [path or cwd for path in sys.path if path or cwd],
                 "cwd": cwd,
@@ -200,17 +214,15 @@ def _one_host(host: str) -> HostMesh:
 set_host_maker(_one_host)
 
 
-def _cpus(bind: dict[str, str]) -> list[int]:
-    unknown = set(bind) - {"cpus"}
+def _bind(bind: dict[str, str]) -> tuple[list[int], list[int]]:
+    """Return the CPUs and the GPUs that an entry of ``proc_bind`` names."""
+    unknown = set(bind) - {"cpus", "gpus"}
     if unknown:
-        raise ValueError(f"proc_bind knows 'cpus' only, not {sorted(unknown)}")
-    cpus: list[int] = []
-    for part in filter(None, bind.get("cpus", "").split(",")):
-        first, _, last = part.partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal():
-            raise ValueError(f"proc_bind cpus {bind['cpus']!r}: a list such as '0-3,8' expected")
-        cpus += range(int(first), int(last or first) + 1)
-    return cpus
+        raise ValueError(f"proc_bind knows 'cpus' and 'gpus' only, not {sorted(unknown)}")
+    try:
+        return parse_cpu_list(bind.get("cpus", "")), parse_cpu_list(bind.get("gpus", ""))
+    except ValueError as error:
+        raise ValueError(f"proc_bind {bind}: {error}") from None
 
 
 def _working_folder() -> str:

@@ -26,6 +26,7 @@ class GpuDevice:
         compute_partition: on AMD ``SPX``, ``DPX``, ``QPX`` or ``CPX``; None when it cannot be partitioned.
         memory_partition: on AMD ``NPS1``, ``NPS2`` or ``NPS4``; None when it cannot be partitioned.
         memory_bytes: memory of the device; None when no file says.
+        uuid: what names it in variables such as ``ROCR_VISIBLE_DEVICES``: ``GPU-…``; None when no file says.
     """
 
     platform: str
@@ -36,6 +37,7 @@ class GpuDevice:
     compute_partition: str | None = None
     memory_partition: str | None = None
     memory_bytes: int | None = None
+    uuid: str | None = None
 
 
 def gpu_devices(root: Path = _ROOT) -> list[GpuDevice]:
@@ -71,6 +73,7 @@ def _amd_devices(root: Path) -> list[GpuDevice]:
                 _text(device / "current_compute_partition"),
                 _text(device / "current_memory_partition"),
                 _amd_memory_bytes(node),
+                f"GPU-{properties['unique_id']:016x}" if properties.get("unique_id") else None,
             )
         )
     return found
@@ -81,8 +84,10 @@ def _nvidia_devices(root: Path) -> list[GpuDevice]:
     for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
         information = _text(folder / "information") or ""
         model = re.search(r"^Model:\s*(.+)$", information, re.MULTILINE)
+        uuid = re.search(r"^GPU UUID:\s*(GPU-\S+)$", information, re.MULTILINE)
         numa = _numa_node(root / "sys/bus/pci/devices" / folder.name)
-        found.append(GpuDevice("cuda", len(found), model[1].strip() if model else "NVIDIA GPU", folder.name, numa))
+        name = model[1].strip() if model else "NVIDIA GPU"
+        found.append(GpuDevice("cuda", len(found), name, folder.name, numa, uuid=uuid[1] if uuid else None))
     return found
 
 

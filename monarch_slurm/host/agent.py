@@ -20,6 +20,8 @@ from typing import Any
 import zmq
 
 from monarch_slurm.config import configure, settings
+from monarch_slurm.errors import ConfigError
+from monarch_slurm.host.devices import deal_out
 from monarch_slurm.host.exits import ProcDown
 from monarch_slurm.host.identity import ADDRESS_VARIABLE as ADDRESS_VARIABLE
 from monarch_slurm.host.identity import address_towards
@@ -302,9 +304,15 @@ class Agent:
             for proc in fields["procs"]:
                 self._undeliverable(f"{mesh}.{proc['rank']}", message, "NotStarted(the host's agent is ending)")
             return
+        try:
+            dealt = deal_out([proc.get("gpus", []) for proc in fields["procs"]])
+        except ConfigError as error:
+            for proc in fields["procs"]:
+                self._undeliverable(f"{mesh}.{proc['rank']}", message, f"NotStarted(host {self.name}: {error})")
+            return
         self._owners[mesh] = message.src
         specs = []
-        for proc in fields["procs"]:
+        for proc, (visible, near) in zip(fields["procs"], dealt, strict=True):
             name = f"{mesh}.{proc['rank']}"
             first = Message(
                 "start", Address(self.host, name), message.src, {"rank": proc["rank"], **fields["start"]}, message.body
@@ -313,8 +321,8 @@ class Agent:
             specs.append(
                 ProcSpec(
                     self.host, self.name, name, mesh, proc["rank"], str(self._socket_path), fields["entry"],
-                    {**fields["env"], **proc["env"], ADDRESS_VARIABLE: self.ip}, fields["sys_path"], fields["cwd"],
-                    proc["cpus"], fields["settings"],
+                    {**visible, **fields["env"], **proc["env"], ADDRESS_VARIABLE: self.ip}, fields["sys_path"],
+                    fields["cwd"], proc["cpus"] or list(near), fields["settings"],
                 )
             )  # fmt: skip
         self._procs.spawn(specs)

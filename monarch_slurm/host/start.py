@@ -14,6 +14,7 @@ from pathlib import Path
 import monarch_slurm
 from monarch_slurm.config import configure, get_global_config, settings
 from monarch_slurm.host.agent import Agent
+from monarch_slurm.host.devices import settle_visibility
 from monarch_slurm.host.guardian import guard
 from monarch_slurm.host.identity import NoControllerError, new_host_id, pid_space
 from monarch_slurm.host.output import Output, OutputHandler
@@ -55,6 +56,7 @@ def serve(folder: Path, *, name: str, address: str | None = None) -> int:
 
     def run_agent() -> int:
         output = _set_up_output()
+        settle_visibility(name)
         return Agent(
             invitation,
             name,
@@ -78,6 +80,7 @@ def serve_from_pipe(fd: int) -> int:
 
     def run_agent() -> int:
         output = _set_up_output()
+        settle_visibility(start["name"])
         pid = start["controller_pid"]
         return Agent(invitation, start["name"], host=start["host"], output=output, controller_pid=pid).run()
 

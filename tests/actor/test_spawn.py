@@ -17,6 +17,7 @@ from sample_actors import Environment, Log
 from support import DEADLINE, REPOSITORY, Program, wait_until
 
 from monarch_slurm.actor import ActorError, ProcMesh, SupervisionError, this_host
+from monarch_slurm.gpu import gpu_devices
 
 
 def environment_of(mesh: ProcMesh) -> Any:
@@ -68,8 +69,12 @@ def test_wrong_arguments_of_spawn_procs() -> None:
         host.spawn_procs({"n": 2}, proc_bind=[{"cpus": "0"}])
     with pytest.raises(ValueError, match="a list such as"):
         host.spawn_procs(proc_bind=[{"cpus": "zero"}])
-    with pytest.raises(ValueError, match="knows 'cpus' only"):
+    with pytest.raises(ValueError, match="knows 'cpus' and 'gpus' only"):
         host.spawn_procs(proc_bind=[{"membind": "0"}])
+    with pytest.raises(ValueError, match="gpus_per_proc must be 1 or more"):
+        host.spawn_procs(gpus_per_proc=0)
+    with pytest.raises(ValueError, match="exclude each other"):
+        host.spawn_procs(proc_bind=[{"gpus": "0"}], gpus_per_proc=1)
 
 
 def test_environment_reaches_procs(spawn: Callable[..., ProcMesh], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +121,15 @@ def test_cpus_that_are_not_there(spawn: Callable[..., ProcMesh], faults: Faults)
     mesh = spawn(proc_bind=[{"cpus": "100000"}])
     assert isinstance(mesh.initialized.exception(DEADLINE), SupervisionError)
     assert "cannot bind" in faults.wait()[0].report()
+
+
+@pytest.mark.skipif(bool(gpu_devices()), reason="this machine has GPUs")
+def test_gpus_that_are_not_there(spawn: Callable[..., ProcMesh], faults: Faults) -> None:
+    mesh = spawn(per_host={"gpus": 2}, gpus_per_proc=4)
+    error = mesh.initialized.exception(DEADLINE)
+    assert isinstance(error, SupervisionError)
+    assert "GPU 0 was asked for, but 0 can be seen here" in str(error)
+    faults.wait()
 
 
 def test_names_of_meshes_may_hold_anything(spawn: Callable[..., ProcMesh]) -> None:

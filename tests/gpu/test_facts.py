@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trees import write_tree
+
 from monarch_slurm.gpu import GpuDevice, gpu_devices
-
-
-def _write(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
 
 
 def test_no_gpu(tmp_path: Path) -> None:
@@ -21,11 +16,12 @@ def test_no_gpu(tmp_path: Path) -> None:
 def test_amd_gpu_beside_a_cpu(tmp_path: Path) -> None:
     nodes = "sys/class/kfd/kfd/topology/nodes"
     pci = "sys/bus/pci/devices/0002:c1:00.0"
-    _write(
+    write_tree(
         tmp_path,
         {
             f"{nodes}/0/properties": "cpu_cores_count 96\nsimd_count 0\n",
-            f"{nodes}/10/properties": "simd_count 1216\ngfx_target_version 90402\nlocation_id 49408\ndomain 2\n",
+            f"{nodes}/10/properties": "simd_count 1216\ngfx_target_version 90402\nlocation_id 49408\n"
+            "domain 2\nunique_id 175\n",
             f"{nodes}/10/mem_banks/0/properties": "heap_type 1\nsize_in_bytes 206141652992\n",
             f"{nodes}/2/properties": "simd_count 416\ngfx_target_version 90010\nlocation_id 49417\ndomain 2\n",
             f"{pci}/numa_node": "1\n",
@@ -33,17 +29,18 @@ def test_amd_gpu_beside_a_cpu(tmp_path: Path) -> None:
             f"{pci}/current_memory_partition": "NPS1\n",
         },
     )
-    second = GpuDevice("rocm", 1, "gfx942", "0002:c1:00.0", 1, "SPX", "NPS1", 206141652992)
+    second = GpuDevice("rocm", 1, "gfx942", "0002:c1:00.0", 1, "SPX", "NPS1", 206141652992, "GPU-00000000000000af")
     partition = GpuDevice("rocm", 0, "gfx90a", "0002:c1:01.1", None)
     assert gpu_devices(tmp_path) == [partition, second]
 
 
 def test_nvidia_gpu_without_numa_node(tmp_path: Path) -> None:
-    _write(
+    write_tree(
         tmp_path,
         {
-            "proc/driver/nvidia/gpus/0000:3b:00.0/information": "Model: \t\t NVIDIA H200\nIRQ:   1\n",
+            "proc/driver/nvidia/gpus/0000:3b:00.0/information": "Model: \t\t NVIDIA H200\n"
+            "IRQ:   1\nGPU UUID: \t GPU-1a2b-3c\n",
             "sys/bus/pci/devices/0000:3b:00.0/numa_node": "-1\n",
         },
     )
-    assert gpu_devices(tmp_path) == [GpuDevice("cuda", 0, "NVIDIA H200", "0000:3b:00.0", None)]
+    assert gpu_devices(tmp_path) == [GpuDevice("cuda", 0, "NVIDIA H200", "0000:3b:00.0", None, uuid="GPU-1a2b-3c")]
