@@ -21,13 +21,11 @@ import zmq
 
 from monarch_slurm.config import configure, settings
 from monarch_slurm.errors import ConfigError
-from monarch_slurm.host.devices import deal_out
 from monarch_slurm.host.exits import ProcDown
-from monarch_slurm.host.identity import ADDRESS_VARIABLE as ADDRESS_VARIABLE
 from monarch_slurm.host.identity import address_towards
 from monarch_slurm.host.output import Output
-from monarch_slurm.host.proc import ProcSpec
 from monarch_slurm.host.procs import ProcTable
+from monarch_slurm.host.spawning import Place, procs_asked_for
 from monarch_slurm.wire import (
     AGENT,
     CONTROLLER,
@@ -305,27 +303,15 @@ class Agent:
                 self._undeliverable(f"{mesh}.{proc['rank']}", message, "NotStarted(the host's agent is ending)")
             return
         try:
-            dealt = deal_out([proc.get("gpus", []) for proc in fields["procs"]])
+            asked = procs_asked_for(message, Place(self.host, self.name, str(self._socket_path), self.ip))
         except ConfigError as error:
             for proc in fields["procs"]:
                 self._undeliverable(f"{mesh}.{proc['rank']}", message, f"NotStarted(host {self.name}: {error})")
             return
         self._owners[mesh] = message.src
-        specs = []
-        for proc, (visible, near) in zip(fields["procs"], dealt, strict=True):
-            name = f"{mesh}.{proc['rank']}"
-            first = Message(
-                "start", Address(self.host, name), message.src, {"rank": proc["rank"], **fields["start"]}, message.body
-            )
-            self._waiting[name] = _Waiting(first=first)
-            specs.append(
-                ProcSpec(
-                    self.host, self.name, name, mesh, proc["rank"], str(self._socket_path), fields["entry"],
-                    {**visible, **fields["env"], **proc["env"], ADDRESS_VARIABLE: self.ip}, fields["sys_path"],
-                    fields["cwd"], proc["cpus"] or list(near), fields["settings"],
-                )
-            )  # fmt: skip
-        self._procs.spawn(specs)
+        for spec, first in asked:
+            self._waiting[spec.proc] = _Waiting(first=first)
+        self._procs.spawn([spec for spec, _ in asked])
 
     def _may_still_speak(self, name: str) -> bool:
         if self._down.connected(name):

@@ -14,7 +14,7 @@ import psutil
 
 from monarch_slurm.actor.context import context
 from monarch_slurm.actor.runtime import Runtime
-from monarch_slurm.host.agent import ADDRESS_VARIABLE
+from monarch_slurm.host.identity import ADDRESS_VARIABLE
 from monarch_slurm.rdma import samehost
 from monarch_slurm.rdma.control import Control, Fields
 from monarch_slurm.rdma.engine import Engine, Op, remaining

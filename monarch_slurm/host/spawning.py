@@ -1,0 +1,45 @@
+"""From a request for procs to what each of them is started with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from monarch_slurm.host.devices import deal_out
+from monarch_slurm.host.identity import ADDRESS_VARIABLE
+from monarch_slurm.host.proc import ProcSpec
+from monarch_slurm.wire import Address, Message
+
+
+@dataclass(frozen=True)
+class Place:
+    """The host that procs are started on: its id, the name that people know, its agent's socket, its IP address."""
+
+    host: str
+    name: str
+    socket_path: str
+    ip: str
+
+
+def procs_asked_for(message: Message, place: Place) -> list[tuple[ProcSpec, Message]]:
+    """Return each proc that the request ``message`` asks for, and the message that it gets first.
+
+    Raises:
+        ConfigError: it asks for GPUs that this host does not have.
+    """
+    fields = message.fields
+    mesh = fields["mesh"]
+    dealt = deal_out([proc["gpus"] for proc in fields["procs"]])
+    asked = []
+    for proc, (visible, near) in zip(fields["procs"], dealt, strict=True):
+        name = f"{mesh}.{proc['rank']}"
+        first = Message(
+            "start", Address(place.host, name), message.src, {"rank": proc["rank"], **fields["start"]}, message.body
+        )
+        env = {**visible, **fields["env"], **proc["env"], ADDRESS_VARIABLE: place.ip}
+        cpus = proc["cpus"] or list(near)
+        spec = ProcSpec(
+            place.host, place.name, name, mesh, proc["rank"], place.socket_path, fields["entry"], env,
+            fields["sys_path"], fields["cwd"], cpus, fields["settings"],
+        )  # fmt: skip
+        asked.append((spec, first))
+    return asked
