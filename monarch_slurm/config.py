@@ -1,40 +1,73 @@
 """Settings of this process: defaults, then the environment, then `configure`.
 
-A client's settings reach the host agents that it starts and the procs that those spawn.
+A client's settings reach the host agents that it starts and the procs that those spawn. Lengths of time are seconds, or
+texts such as ``30s`` and ``1h 30m``; they are given back as texts. Every key of Monarch's configuration is taken
+(`monarch_slurm.monarch_keys`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import math
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+from monarch_slurm.durations import format_duration, parse_duration
 from monarch_slurm.errors import ConfigError
+from monarch_slurm.monarch_keys import ALIASES, DURATIONS, NUMBERS_OR_NONE, VALUES, Encoding
+from monarch_slurm.transport import BindSpec
+
+__all__ = [
+    "Encoding",
+    "clear_runtime_config",
+    "configure",
+    "configured",
+    "get_global_config",
+    "get_runtime_config",
+    "settings",
+    "warn_of_unknown_variables",
+]
 
 _ENV_PREFIX = "MONARCH_SLURM_"
+
+_VARIABLES = {
+    "ADDRESS", "ALLOW_UNAUTHENTICATED", "BATCH_VARIABLES", "CCL_LIBRARY", "CUDA_HEADERS", "GPU_LIBRARY", "GPU_PLATFORM",
+    "HIP_HEADERS", "JOB_FOLDER", "NATIVE_BUILD", "NATIVE_CACHE", "NATIVE_SANITIZE", "NATIVE_STRICT", "NCCL_HEADERS",
+    "PROC", "TEST_BACKENDS", "TEST_NO_SLURM", "TEST_RDMA",
+}  # fmt: skip
+"""Ends of the names of environment variables that are not settings."""
+
+Seconds: TypeAlias = float
 
 
 @dataclass
 class _Settings:
-    heartbeat_interval: float = 1.0
+    heartbeat_interval: Seconds = 1.0
     """Seconds between two heartbeats of a host agent and the controller."""
     missed_heartbeats: int = 3
     """A host is dead after this many intervals of silence."""
-    mesh_orphan_timeout: float = 60.0
-    """Seconds that an agent keeps its procs when it hears nothing from the controller: the lease."""
-    host_join_timeout: float = 60.0
+    mesh_orphan_timeout: Seconds | None = 60.0
+    """Seconds that an agent keeps its procs when it hears nothing from the controller: the lease. None: for ever."""
+    host_join_timeout: Seconds = 60.0
     """Seconds that a new local host agent may take to report."""
-    proc_start_timeout: float = 60.0
+    proc_start_timeout: Seconds = 60.0
     """Seconds that a spawned proc may take to report; loading a zygote's preloaded modules does not count."""
-    preload_timeout: float = 300.0
+    preload_timeout: Seconds = 300.0
     """Seconds that a zygote may take to import what it preloads; then procs import it themselves."""
-    process_exit_timeout: float = 5.0
+    process_exit_timeout: Seconds = 5.0
     """Seconds that a stopped proc may take to end before it is killed."""
-    cleanup_timeout: float = 3.0
+    stop_actor_timeout: Seconds = 10.0
+    """Seconds that the meshes which a stopped actor owns may take to end."""
+    mesh_terminate_timeout: Seconds = 10.0
+    """Seconds that the procs of hosts which are shut down may take to end before they are killed."""
+    mesh_attach_config_timeout: Seconds = 60.0
+    """Seconds that `monarch_slurm.actor.attach_to_workers` waits for the workers."""
+    cleanup_timeout: Seconds = 3.0
     """Seconds that an actor's ``__cleanup__`` may take."""
     preload: str = ""
     """Comma-separated modules that a zygote imports before it forks procs (``torch`` saves each proc seconds)."""
@@ -46,35 +79,131 @@ class _Settings:
     """Folder where an agent writes one log file per proc; empty: lines go to the agent's own output, prefixed."""
     max_frame_length: int = 10 * 2**30
     """Bytes that one frame of a message may have."""
+    default_transport: str = "unix"
+    """Monarch's choice of a transport. Of ``tcp://host:port``, attached workers are told to dial that host."""
+    rdma_transports: str = "local,shm,process_vm,ibverbs,tcp"
+    """Comma-separated ways of transfer that may be used; their order is fixed: best first."""
+    rdma_allow_tcp_fallback: bool = True
+    """Use TCP where two hosts have no RDMA device in common."""
+    rdma_disable_ibverbs: bool = False
+    """Leave RDMA devices alone."""
+    rdma_ibverbs_target: str = ""
+    """``nic:<name>`` or ``nic:<name>:<port>`` takes this device; empty takes the best one."""
+    rdma_max_chunk_size_mb: int = 4
+    """Megabytes (2**20 bytes) of one chunk; a transfer is cut into chunks."""
+    rdma_tcp_streams: int = 4
+    """TCP connections to one peer."""
+    rdma_tcp_threads: int = 2
+    """Threads that serve peers' TCP connections."""
+    rdma_qps_per_peer: int = 4
+    """Queue pairs to one peer."""
+    rdma_registration_cache_mb: int = 16384
+    """Megabytes of local memory that stay registered with a device after a transfer."""
 
 
-_KINDS: dict[str, type] = {field.name: type(field.default) for field in dataclasses.fields(_Settings)}
-_MAY_BE_ZERO = {"stderr_tail_lines"}
+@dataclass(frozen=True)
+class _Key:
+    """One setting: the type of its values, whether they are lengths of time, and whether None is one, too."""
 
+    kind: type
+    default: Any
+    duration: bool = False
+    optional: bool = False
 
-def _check(name: str, value: Any, where: str) -> Any:
-    if isinstance(value, str):
+    def check(self, value: Any, where: str) -> Any:
+        """Return ``value`` as it is stored.
+
+        Raises:
+            ConfigError: it cannot be used.
+            TypeError: it has the wrong type.
+        """
+        if value is None and self.optional:
+            return None
+        if self.duration and isinstance(value, str):
+            try:
+                value = parse_duration(value)
+            except ValueError as error:
+                raise TypeError(f"{where}: {error}") from None
+        if self.kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not self.kind:
+            raise TypeError(f"{where} must be {self.expected}, not {type(value).__name__}")
         return value
-    lowest = 0 if name in _MAY_BE_ZERO else math.ulp(0.0)
-    if not (lowest <= value < math.inf):
-        raise ConfigError(f"{where}: a finite number {'of 0 or more' if lowest == 0 else 'above 0'} expected")
+
+    def parse(self, text: str) -> Any:
+        """Return the value that ``text``, of an environment variable, means.
+
+        Raises:
+            ValueError: it means none.
+        """
+        if self.optional and text.lower() == "none":
+            return None
+        if self.kind is bool:
+            return _BOOLEANS[text.lower()]
+        if self.kind is slice:
+            first, _, last = text.partition(":")
+            return slice(int(first), int(last))
+        if self.kind is Encoding:
+            return Encoding(text)
+        if self.duration:
+            with contextlib.suppress(ValueError):
+                return float(text)
+            return parse_duration(text)
+        return self.kind(text)
+
+    @property
+    def expected(self) -> str:
+        """What a value must be, for people."""
+        return "seconds or a text such as 30s" if self.duration else self.kind.__name__
+
+
+_BOOLEANS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+_ACTING: dict[str, _Key] = {
+    field.name: _Key(
+        type(field.default), field.default, str(field.type).startswith("Seconds"), "None" in str(field.type)
+    )
+    for field in dataclasses.fields(_Settings)
+}
+_KEYS: dict[str, _Key] = {
+    **{name: _Key(float, parse_duration(text), duration=True) for name, text in DURATIONS.items()},
+    **{name: _Key(type(value), value) for name, value in VALUES.items()},
+    **{name: _Key(int, None, optional=True) for name in NUMBERS_OR_NONE},
+    **_ACTING,
+}
+_MAY_BE_ZERO = {"stderr_tail_lines", "rdma_registration_cache_mb"}
+
+
+def _checked(name: str, given: Any, where: str) -> Any:
+    value = _KEYS[name].check(str(BindSpec.of(given)) if name == "default_transport" else given, where)
+    if name in _ACTING and type(value) in (int, float):
+        lowest = 0 if name in _MAY_BE_ZERO else math.ulp(0.0)
+        if not (lowest <= value < math.inf):
+            raise ConfigError(f"{where}: a finite number {'of 0 or more' if lowest == 0 else 'above 0'} expected")
     return value
 
 
 def _from_environment() -> dict[str, Any]:
-    found = {}
-    for name, kind in _KINDS.items():
-        text = os.environ.get(_ENV_PREFIX + name.upper())
-        if text is not None:
-            where = f"{_ENV_PREFIX}{name.upper()}={text!r}"
-            try:
-                value = kind(text)
-            except ValueError:
-                raise ConfigError(f"{where}: {kind.__name__} expected") from None
-            found[name] = _check(name, value, where)
+    found: dict[str, Any] = {}
+    for variable in os.environ:
+        if not variable.startswith(_ENV_PREFIX):
+            continue
+        spelling = variable.removeprefix(_ENV_PREFIX).lower()
+        name = ALIASES.get(spelling, spelling)
+        if name not in _KEYS or (name != spelling and name in found):  # of two names for one setting, ours counts
+            continue
+        where = f"{variable}={os.environ[variable]!r}"
+        try:
+            value = _KEYS[name].parse(os.environ[variable])
+        except (ValueError, KeyError):
+            raise ConfigError(f"{where}: {_KEYS[name].expected} expected") from None
+        found[name] = _checked(name, value, where)
     return found
 
 
+_MONARCH_NAMES = {ours: theirs for theirs, ours in ALIASES.items()}
 _runtime: dict[str, Any] = {}
 
 
@@ -84,7 +213,7 @@ def settings() -> _Settings:
     Raises:
         ConfigError: the environment holds one that cannot be used.
     """
-    return _Settings(**{**_from_environment(), **_runtime})
+    return _Settings(**{name: value for name, value in {**_from_environment(), **_runtime}.items() if name in _ACTING})
 
 
 def configure(**values: Any) -> None:
@@ -95,14 +224,14 @@ def configure(**values: Any) -> None:
         TypeError: the value has the wrong type.
     """
     checked = {}
-    for name, given in values.items():
-        kind = _KINDS.get(name)
-        if kind is None:
-            raise ConfigError(f"unknown setting {name!r}; there are: {', '.join(sorted(_KINDS))}")
-        value = float(given) if kind is float and type(given) is int else given
-        if type(value) is not kind:
-            raise TypeError(f"setting {name!r} must be {kind.__name__}, not {type(given).__name__}")
-        checked[name] = _check(name, value, f"setting {name!r}={value!r}")
+    for given_name, given in values.items():
+        name = ALIASES.get(given_name, given_name)
+        if name not in _KEYS:
+            raise ConfigError(
+                f"unknown setting {given_name!r}{_did_you_mean(given_name)}; "
+                "monarch_slurm.config.get_global_config() has all"
+            )
+        checked[name] = _checked(name, given, f"setting {given_name!r}={given!r}")
     _runtime.update(checked)
 
 
@@ -120,14 +249,44 @@ def configured(**values: Any) -> Iterator[dict[str, Any]]:
 
 def get_global_config() -> dict[str, Any]:
     """Return every setting with the value in force."""
-    return dataclasses.asdict(settings())
+    defaults = {name: key.default for name, key in _KEYS.items()}
+    return _shown({**defaults, **_from_environment(), **_runtime})
 
 
 def get_runtime_config() -> dict[str, Any]:
     """Return what `configure` set."""
-    return dict(_runtime)
+    return _shown(_runtime)
 
 
 def clear_runtime_config() -> None:
     """Forget what `configure` set."""
     _runtime.clear()
+
+
+def warn_of_unknown_variables() -> None:
+    """Warn of environment variables that look like settings and are none."""
+    known = {name.upper() for name in (*_KEYS, *ALIASES)} | _VARIABLES
+    for variable in sorted(os.environ):
+        name = variable.removeprefix(_ENV_PREFIX)
+        if name != variable and name not in known:
+            hint = _did_you_mean(name.lower(), str.upper, _ENV_PREFIX)
+            warnings.warn(f"the environment variable {variable} is no setting{hint}", UserWarning, stacklevel=2)
+
+
+def _did_you_mean(name: str, spell: Callable[[str], str] = str, prefix: str = "") -> str:
+    near = difflib.get_close_matches(name, [*_KEYS, *ALIASES], 1)
+    return f"; did you mean {prefix}{spell(near[0])}?" if near else ""
+
+
+def _shown(values: dict[str, Any]) -> dict[str, Any]:
+    """Return ``values`` as users see them: lengths of time as texts, Monarch's names beside ours."""
+    shown = {}
+    for name, value in values.items():
+        if _KEYS[name].duration and value is not None:
+            value = format_duration(value)
+        if name == "default_transport":
+            value = BindSpec.of(value)
+        shown[name] = value
+        if name in _MONARCH_NAMES:
+            shown[_MONARCH_NAMES[name]] = value
+    return shown

@@ -1,18 +1,24 @@
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Iterator
 
 import pytest
+from support import REPOSITORY
 
 from monarch_slurm.config import (
+    Encoding,
     clear_runtime_config,
     configure,
     configured,
     get_global_config,
     get_runtime_config,
     settings,
+    warn_of_unknown_variables,
 )
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
+from monarch_slurm.transport import BindSpec, ChannelTransport
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +36,8 @@ def test_configure_wins_over_the_environment_over_the_default(monkeypatch: pytes
     assert settings().heartbeat_interval == 2.5
     configure(heartbeat_interval=4)
     assert settings().heartbeat_interval == 4.0
-    assert get_runtime_config() == {"heartbeat_interval": 4.0}
-    assert get_global_config()["heartbeat_interval"] == 4.0
+    assert get_runtime_config() == {"heartbeat_interval": "4s"}
+    assert get_global_config()["heartbeat_interval"] == "4s"
     clear_runtime_config()
     assert settings().heartbeat_interval == 2.5
 
@@ -52,9 +58,20 @@ def test_a_block_changes_settings_for_itself_only() -> None:
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ({"heartbeat": 1}, ConfigError, "unknown setting 'heartbeat'; there are: cleanup_timeout"),
-        ({"heartbeat_interval": "1"}, TypeError, "must be float, not str"),
-        ({"heartbeat_interval": True}, TypeError, "must be float, not bool"),
+        (
+            {"heartbeat_intervall": 1},
+            ConfigError,
+            "unknown setting 'heartbeat_intervall'; did you mean heartbeat_inter",
+        ),
+        ({"xyzzy": 1}, ConfigError, r"unknown setting 'xyzzy'; monarch_slurm.config.get_global_config\(\) has all"),
+        ({"heartbeat_interval": "1"}, TypeError, "Invalid duration format '1'"),
+        ({"heartbeat_interval": True}, TypeError, "must be seconds or a text such as 30s, not bool"),
+        ({"process_exit_timeout": None}, TypeError, "not NoneType"),
+        ({"default_transport": "pigeon"}, ValueError, "unknown transport 'pigeon'; there are: tcp, ipc"),
+        ({"default_transport": 5}, TypeError, "a ChannelTransport or a str expected"),
+        ({"default_encoding": "Json"}, TypeError, "must be Encoding, not str"),
+        ({"tokio_worker_threads": "4"}, TypeError, "must be int, not str"),
+        ({"remote_alloc_allowed_port_range": (1, 2)}, TypeError, "must be slice, not tuple"),
         ({"missed_heartbeats": 1.5}, TypeError, "must be int, not float"),
         ({"preload": None}, TypeError, "must be str, not NoneType"),
         ({"heartbeat_interval": 0}, ConfigError, "a finite number above 0 expected"),
@@ -75,3 +92,83 @@ def test_an_environment_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tex
         settings()
     assert issubclass(ConfigError, MonarchSlurmError)
     assert issubclass(ConfigError, ValueError)
+
+
+def test_lengths_of_time_are_texts_or_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    with configured(cleanup_timeout="90s", process_exit_timeout=0.5) as inside:
+        assert (inside["cleanup_timeout"], inside["process_exit_timeout"]) == ("1m 30s", "500ms")
+        assert (settings().cleanup_timeout, settings().process_exit_timeout) == (90.0, 0.5)
+    monkeypatch.setenv("MONARCH_SLURM_MESH_ORPHAN_TIMEOUT", "1h 30m")
+    assert settings().mesh_orphan_timeout == 5400.0
+    monkeypatch.setenv("MONARCH_SLURM_MESH_ORPHAN_TIMEOUT", "none")
+    assert settings().mesh_orphan_timeout is None
+    assert get_global_config()["mesh_orphan_timeout"] is None
+
+
+def test_every_setting_can_be_given_back() -> None:
+    everything = get_global_config()
+    configure(**everything)
+    assert get_runtime_config() == everything
+
+
+def test_settings_that_have_another_name_in_monarch(monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(codec_max_frame_length=2**20)
+    assert settings().max_frame_length == 2**20
+    assert get_runtime_config() == {"codec_max_frame_length": 2**20, "max_frame_length": 2**20}
+    monkeypatch.setenv("MONARCH_SLURM_MESH_PROC_SPAWN_MAX_IDLE", "7s")
+    assert settings().proc_start_timeout == 7.0
+    monkeypatch.setenv("MONARCH_SLURM_PROC_START_TIMEOUT", "8s")
+    assert settings().proc_start_timeout == 8.0
+
+
+def test_settings_of_monarch_without_a_meaning_here_are_kept() -> None:
+    assert get_global_config()["message_delivery_timeout"] == "30s"
+    with configured(
+        message_delivery_timeout="1m",
+        default_encoding=Encoding.Json,
+        remote_alloc_allowed_port_range=slice(1, 5),
+        tokio_worker_threads=4,
+    ) as inside:
+        assert inside["message_delivery_timeout"] == "1m"
+        assert inside["default_encoding"] is Encoding.Json
+        assert inside["remote_alloc_allowed_port_range"] == slice(1, 5)
+        assert inside["tokio_worker_threads"] == 4
+    assert get_runtime_config() == {}
+
+
+def test_transports() -> None:
+    assert get_global_config()["default_transport"] == BindSpec(ChannelTransport.Unix)
+    for given, spec in [
+        ("tcp", BindSpec(ChannelTransport.TcpWithHostname)),
+        (ChannelTransport.Local, BindSpec(ChannelTransport.Local)),
+        ("tcp://[::1]:0", BindSpec(ChannelTransport.TcpWithHostname, "tcp://[::1]:0")),
+    ]:
+        with configured(default_transport=given) as inside:
+            assert inside["default_transport"] == spec
+            assert BindSpec.of(settings().default_transport) == spec
+    assert BindSpec.of("tcp://[::1]:0").host == "::1"
+    assert BindSpec.of("unix").host == ""
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("HEARTBEAT_INTERVALL", "is no setting; did you mean MONARCH_SLURM_HEARTBEAT_INTERVAL?"),
+        ("QQQQ", "MONARCH_SLURM_QQQQ is no setting$"),
+    ],
+)
+def test_an_unknown_variable_is_told_once(monkeypatch: pytest.MonkeyPatch, variable: str, hint: str) -> None:
+    monkeypatch.setenv(f"MONARCH_SLURM_{variable}", "2")
+    with pytest.warns(UserWarning, match=hint) as told:
+        warn_of_unknown_variables()
+    assert len(told) == 1
+
+
+def test_every_variable_of_this_package_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in [*REPOSITORY.glob("monarch_slurm/**/*.py"), *REPOSITORY.glob("tests/**/*.py")]:
+        for name in re.findall(r'"(MONARCH_SLURM_[A-Z_]*[A-Z])[="]', path.read_text()):
+            if not name.endswith(("QQQQ", "INTERVALL")):
+                monkeypatch.setenv(name, "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_unknown_variables()

@@ -17,9 +17,9 @@ LAYERS = [
     "config", "wire", "native_build", "gpu", "host", "actor", "rdma", "collectives", "controller", "job", "tensor",
     "train", "cli", "__main__",
 ]  # fmt: skip
-"""From the lowest. ``errors`` and ``_version`` lie below all of them."""
+"""From the lowest. The modules of ``BASE`` lie below all of them."""
 
-BASE = {"errors", "_version"}
+BASE = {"errors", "_version", "durations", "monarch_keys", "transport"}
 PUBLIC = ["monarch_slurm", *(f"monarch_slurm.{name}" for name in ("wire", "host", "actor", "controller"))]
 
 

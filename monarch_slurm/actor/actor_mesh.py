@@ -57,7 +57,7 @@ class ActorMesh(MeshTrait, Generic[A]):
         """Stop the actors once they have handled what was sent before; resolves when all have ended. Begins at once."""
         future: Future[None] = Future._pending()
         runtime = context().actor_instance.runtime
-        timeout = settings().process_exit_timeout
+        timeout = settings().stop_actor_timeout
         runtime.stop_actors(self._ref, self._shape.ndslice, reason, timeout, lambda: future._resolve(lambda: None))
         return future
 

@@ -21,9 +21,10 @@ from monarch_slurm.actor.layout import ProcLayout
 from monarch_slurm.actor.local_host import LocalHost
 from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.actor.shape import Extent, Point, Shape
-from monarch_slurm.config import settings
+from monarch_slurm.config import settings, warn_of_unknown_variables
 from monarch_slurm.host import HostDown, HostInfo, Hub
 from monarch_slurm.wire import CONTROLLER, JobKeys, Loop, Message
+from monarch_slurm.wire.runtime_dir import check_runtime_dir
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,8 @@ class Client:
     """
 
     def __init__(self) -> None:
+        warn_of_unknown_variables()
+        check_runtime_dir()  # the agent of this machine needs one; here the error reaches the caller
         self._loop = Loop()
         self.pid = os.getpid()
         self.hosts_changed = threading.Condition()

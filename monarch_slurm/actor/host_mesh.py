@@ -92,9 +92,8 @@ class HostMesh(MeshTrait):
         overlap = set(per_host) & set(self._labels)
         if overlap:
             raise ValueError(f"per_host labels {list(per_host)} overlap with host labels {list(self._labels)}")
+        _check_sizes(per_host)
         per = math.prod(per_host.values())
-        if per < 1:
-            raise ValueError(f"per_host sizes must be 1 or more: {per_host}")
         if proc_bind is not None and len(proc_bind) != per:
             raise ValueError(f"proc_bind length ({len(proc_bind)}) must equal procs_per_host ({per})")
         if gpus_per_proc is not None and gpus_per_proc < 1:
@@ -172,7 +171,7 @@ class HostMesh(MeshTrait):
         one_ended = CountDown(len(self._hosts), lambda: future._resolve(lambda: None))
         for host in self._hosts:
             runtime.expect_end_of_host(host, one_ended)
-            fields = {"timeout": settings().process_exit_timeout}
+            fields = {"timeout": settings().mesh_terminate_timeout}
             runtime.send(Message("shutdown", Address(host, AGENT), runtime.address, fields))
         return future
 
@@ -183,6 +182,14 @@ class HostMesh(MeshTrait):
 
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
+
+    def __enter__(self) -> HostMesh:
+        if self._ended:
+            raise RuntimeError("HostMesh has already been shut down")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown().get()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HostMesh._reference, (self._hosts, self._mesh_shape)
@@ -212,6 +219,16 @@ def _one_host(host: str) -> HostMesh:
 
 
 set_host_maker(_one_host)
+
+
+def _check_sizes(per_host: dict[str, Any]) -> None:
+    for label, size in per_host.items():
+        if not isinstance(label, str) or isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(
+                f"per_host maps labels to numbers of procs, such as {{'gpus': 8}}; not {label!r} to {size!r}"
+            )
+        if size < 1:
+            raise ValueError(f"per_host sizes must be 1 or more: {per_host}")
 
 
 def _bind(bind: dict[str, str]) -> tuple[list[int], list[int]]:

@@ -174,6 +174,14 @@ class ProcMesh(MeshTrait):
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
+    def __enter__(self) -> ProcMesh:
+        if self._has_stopped():
+            raise RuntimeError("`ProcMesh` has already been stopped")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop().get()
+
     def __reduce__(self) -> tuple[Any, ...]:
         return ProcMesh._reference, (self._layout, self._mesh_shape)
 
@@ -184,7 +192,8 @@ class ProcMesh(MeshTrait):
         return hash((self._layout, self._mesh_shape))
 
     def __repr__(self) -> str:
-        return f"<ProcMesh {self._layout.mesh} {self.extent} on {len(self._layout.hosts)} host(s)>"
+        hosts = len(self._layout.by_host(self._shape.ndslice))
+        return f"<ProcMesh {self._layout.mesh} {self.extent} on {hosts} host{'s' if hosts > 1 else ''}>"
 
 
 def run_bootstrap(frames: Any) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from monarch_slurm.config import get_global_config, settings
+from monarch_slurm.config import settings
 from monarch_slurm.host.exits import HostDown
 from monarch_slurm.host.identity import pid_space
 from monarch_slurm.wire import (
@@ -254,4 +254,5 @@ def _agent_settings() -> dict[str, object]:
         "process_exit_timeout",
         "stderr_tail_lines",
     )
-    return {name: get_global_config()[name] for name in names}
+    current = settings()
+    return {name: getattr(current, name) for name in names}

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import monarch_slurm
-from monarch_slurm.config import configure, get_global_config, settings
+from monarch_slurm.config import configure, settings
 from monarch_slurm.host.agent import Agent
 from monarch_slurm.host.devices import settle_visibility
 from monarch_slurm.host.guardian import guard
@@ -40,16 +40,17 @@ def serve(folder: Path, *, name: str, address: str | None = None) -> int:
         SocketPathError: there is no folder for sockets.
         KeyFileError: the file cannot be trusted.
     """
-    deadline = time.monotonic() + settings().mesh_orphan_timeout
+    lease = settings().mesh_orphan_timeout
+    deadline = None if lease is None else time.monotonic() + lease
     path = folder / CONTROLLER_FILE
     while True:
         try:
             invitation = read_invitation(path)
             break
         except FileNotFoundError:
-            if time.monotonic() > deadline:
+            if deadline is not None and time.monotonic() > deadline:
                 raise NoControllerError(
-                    f"host {name}: no controller published {path} within {settings().mesh_orphan_timeout:g} s; "
+                    f"host {name}: no controller published {path} within {lease:g} s; "
                     "is the folder on a file system that all nodes share, and did the controller start?"
                 ) from None
         time.sleep(_POLL_SECONDS)
@@ -110,7 +111,7 @@ def start_local_agent(invitation: Invitation, host: str, name: str, session: boo
         "name": name,
         "host": host,
         "controller_pid": os.getpid(),
-        "settings": get_global_config(),
+        "settings": asdict(settings()),
     }
     with os.fdopen(write_end, "wb") as pipe:
         pipe.write(pack(start))

@@ -116,7 +116,8 @@ class RunState:
     def _on_run_started(self, t: float, event: dict[str, Any]) -> list[Notice]:
         self.started = t
         hosts = event.get("hosts")
-        where = f" on {len(hosts)} hosts" if isinstance(hosts, (list, tuple)) and hosts else ""
+        count = len(hosts) if isinstance(hosts, (list, tuple)) else 0
+        where = f" on {count} host{'s' if count > 1 else ''}" if count else ""
         return [Notice(t, "info", f"run {units.one_line(event.get('run'), 60)} started{where}")]
 
     def _on_run_finished(self, t: float, event: dict[str, Any]) -> list[Notice]:

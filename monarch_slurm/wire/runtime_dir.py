@@ -22,6 +22,9 @@ MAX_SOCKET_PATH = 107
 
 SOCKET_NAME = "agent.sock"
 
+_RANDOM_PART = "x" * 8
+"""As long as what mkdtemp puts behind the prefix."""
+
 _locks: dict[Path, int] = {}
 
 
@@ -32,14 +35,17 @@ class SocketPathError(MonarchSlurmError):
 def make_runtime_dir() -> Path:
     """Make and return a private folder (mode 0700) for this process's Unix sockets.
 
+    ``/tmp`` is taken where ``$XDG_RUNTIME_DIR`` cannot be written to or is too long for sockets; where the setting
+    ``runtime_dir`` is so, that is an error.
+
     Raises:
         SocketPathError: it cannot be made there, or the paths of sockets in it would be too long.
     """
     configured = settings().runtime_dir
     base = Path(configured or os.environ.get("XDG_RUNTIME_DIR") or "/tmp")  # noqa: S108 - mkdtemp makes the name
-    if not configured and not os.access(base, os.W_OK | os.X_OK):
-        base = Path("/tmp")  # noqa: S108
     prefix = f"ms-{os.getuid()}-"
+    if not configured and (not os.access(base, os.W_OK | os.X_OK) or not _is_short(base / f"{prefix}{_RANDOM_PART}")):
+        base = Path("/tmp")  # noqa: S108
     try:
         folder = _make_locked(base, prefix)
     except OSError as error:
@@ -54,6 +60,15 @@ def make_runtime_dir() -> Path:
         raise
     _sweep(base, prefix)
     return folder
+
+
+def check_runtime_dir() -> None:
+    """Make sure that `make_runtime_dir` can make a folder.
+
+    Raises:
+        SocketPathError: it cannot.
+    """
+    remove_runtime_dir(make_runtime_dir())
 
 
 def remove_runtime_dir(folder: Path) -> None:
@@ -77,6 +92,10 @@ def check_socket_path(path: Path) -> str:
             "MONARCH_SLURM_RUNTIME_DIR to a short folder such as /tmp"
         )
     return f"ipc://{path}"
+
+
+def _is_short(folder: Path) -> bool:
+    return len(os.fsencode(folder / SOCKET_NAME)) <= MAX_SOCKET_PATH
 
 
 def check_private(folder: Path) -> None:

@@ -66,6 +66,18 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     assert list(long.iterdir()) == []
 
 
+def test_a_folder_of_the_session_that_is_too_long_or_gone_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in (tmp_path / ("x" * 100), tmp_path / "missing"):
+        if folder.name != "missing":
+            folder.mkdir()
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+        made = make_runtime_dir()
+        assert made.parent == Path("/tmp")
+        remove_runtime_dir(made)
+
+
 def test_the_limit_of_socket_paths_is_exact(tmp_path: Path) -> None:
     import socket
 
