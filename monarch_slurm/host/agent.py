@@ -163,8 +163,7 @@ class Agent:
         if self._loop.late > interval:
             self._last_heard += self._loop.late  # this process did not run; it cannot have heard anything
         silence = self._loop.clock() - self._last_heard
-        lease = settings().mesh_orphan_timeout
-        if lease is not None and silence > lease:
+        if silence > (settings().mesh_orphan_timeout or silence):  # None: for ever
             logger.error("host %s: nothing heard from the controller for %.0f s: ending all procs", self.name, silence)
             self._end(LEASE_EXPIRED)
             return
