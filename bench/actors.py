@@ -1,10 +1,10 @@
-"""How long the runtime's basic operations take on this machine, without any work in them.
+"""How long the runtime's basic operations take on this machine, beside torchmonarch and Ray if they are given.
 
-    python bench/actors.py [--json FILE] [--rounds N]
+    python bench/actors.py [--torchmonarch PYTHON] [--ray PYTHON] [--groups latency,large] [--passes 3] [--json FILE]
 
-Prints a table: median, 95th percentile and worst of each operation, in milliseconds. All processes run on this machine,
-so nothing of a network is in these figures. Run it on an idle machine: a call and its answer are fourteen switches from
-one thread to another, and little else.
+Each runtime runs in programs of its own, one after the other and over again, so that what the machine does besides
+falls on all alike. Nothing of a network is in these figures, and no work: an operation is what it costs by itself.
+Trust the ratios of one run, not figures of different runs. The programs are in ``bench/runtimes``.
 """
 
 from __future__ import annotations
@@ -13,177 +13,131 @@ import argparse
 import json
 import os
 import platform
-import signal
-import statistics
-import threading
-import time
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-import monarch_slurm.actor as public
-from monarch_slurm.actor import Actor, MeshFailure, Port, ProcMesh, endpoint, this_host
+from rich.console import Console
+from rich.table import Table
 
-WAIT = 60.0
-PROCS = 8
+RUNTIMES = Path(__file__).parent / "runtimes"
+GROUPS = ("latency", "outstanding", "mesh_call", "large", "life_cycle", "deaths")
+PROGRAM_SECONDS = 600
 
+OURS, MONARCH, RAY = "monarch_slurm", "torchmonarch", "ray"
+ARRAY_MEGABYTES = 64 * 2**20 / 1e6
 
-class Echo(Actor):
-    """Answers."""
+US, MS, PER_SECOND, RATE, MEGABYTES = "µs", "ms", "calls/s", "MB/s", "MB"
 
-    @endpoint
-    def echo(self, value: object) -> object:
-        return value
-
-    @endpoint
-    def pid(self) -> int:
-        return os.getpid()
-
-
-class AsyncEcho(Actor):
-    """Answers, on an event loop."""
-
-    @endpoint
-    async def echo(self, value: object) -> object:
-        return value
-
-
-class Owner(Actor):
-    """Is told of the death of a proc that it owns, and says when."""
-
-    def __init__(self, port: Port[float]) -> None:
-        self._port = port
-
-    @endpoint
-    def start(self) -> int:
-        self._procs = this_host().spawn_procs()
-        pid: int = self._procs.spawn("echo", Echo).pid.call_one().get(WAIT)
-        return pid
-
-    def __supervise__(self, failure: MeshFailure) -> bool:
-        self._port.send(time.time())
-        return True
+FIGURES: list[tuple[str, str, str, float, str]] = [
+    # title, samples, unit, percentile, what is to be reached (x is the ratio to torchmonarch)
+    ("call_one().get() from the main thread, median", "call_one", US, 0.50, "≤ 0.5 x"),
+    ("… 99th percentile", "call_one", US, 0.99, "≤ 0.5 x"),
+    ("await from actor to actor in another proc", "actor_to_actor", US, 0.50, "≤ 0.5 x"),
+    ("1,000 call_one outstanding", "outstanding", PER_SECOND, 0.50, "≥ 2 x"),
+    ("call() of 8 procs", "call_8", US, 0.50, "≤ 0.7 x"),
+    ("8 procs that use torch, spawn to first answer", "spawn_8", MS, 0.50, "≤ 0.3 x"),
+    ("64 MiB array as argument", "argument", RATE, 0.50, "≥ 3 x, ½ of a copy"),
+    ("64 MiB array as result", "result", RATE, 0.50, "≥ 3 x, ½ of a copy"),
+    ("kill -9 to __supervise__ of the owner, median", "told", MS, 0.50, "≤ 50 ms"),
+    ("… worst", "told", MS, 1.00, ""),
+    ("kill -9 to a new proc answering, with torch", "respawned", MS, 0.50, "≤ 300 ms"),
+    ("stop() of 8 procs", "stop_8", MS, 0.50, "≤ 0.2 x"),
+    ("memory of each of 8 procs with torch (PSS)", "memory", MEGABYTES, 0.50, "≤ 0.5 x"),
+    ("copy of 64 MiB into memory that is there", "memcpy", RATE, 0.50, ""),
+    ("copy of 64 MiB into new memory", "memcpy_new", RATE, 0.50, ""),
+]
 
 
-def timed(action: Callable[[], object], rounds: int, warm_up: int = 0) -> list[float]:
-    """Return the milliseconds that each of ``rounds`` calls took."""
-    for _ in range(warm_up):
-        action()
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        action()
-        times.append((time.perf_counter() - start) * 1e3)
-    return times
+def measure(runtime: str, python: str, groups: list[str], scale: float) -> dict[str, list[float]]:
+    """Run the program of one runtime; return its samples (seconds; bytes of memory) by name."""
+    program = "ray_api.py" if runtime == RAY else "monarch_api.py"
+    module = {OURS: "monarch_slurm.actor", MONARCH: "monarch.actor", RAY: "-"}[runtime]
+    ended = subprocess.run(
+        [python, str(RUNTIMES / program), ",".join(groups), module, str(scale)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_SECONDS,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(RUNTIMES), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"},
+    )
+    samples: dict[str, list[float]] = {}
+    for line in ended.stdout.splitlines():
+        if line.startswith("FIGURES "):
+            samples.update(json.loads(line.removeprefix("FIGURES ")))
+    if ended.returncode:
+        print(f"{runtime} ended with status {ended.returncode}:\n{ended.stderr[-2000:]}", file=sys.stderr)
+    return samples
 
 
-def round_trips(rounds: int) -> dict[str, list[float]]:
-    """Calls of one actor and of eight."""
-    procs = this_host().spawn_procs({"n": PROCS})
-    echo: Any = procs.spawn("echo", Echo)
-    async_echo: Any = procs.spawn("async_echo", AsyncEcho)
-    one, async_one = echo.slice(n=0), async_echo.slice(n=0)
-    echo.echo.call(None).get(WAIT)
-    megabyte = bytes(2**20)
-
-    def stream_of_broadcasts() -> None:
-        for _ in range(100):
-            one.echo.broadcast(None)
-        one.echo.call_one(None).get(WAIT)
-
-    results = {
-        "call_one, sync actor": timed(lambda: one.echo.call_one(None).get(WAIT), 10 * rounds, 200),
-        "call_one, async actor": timed(lambda: async_one.echo.call_one(None).get(WAIT), 10 * rounds, 200),
-        "call_one, 1 MiB there and back": timed(lambda: one.echo.call_one(megabyte).get(WAIT), 2 * rounds, 10),
-        f"call on {PROCS} actors": timed(lambda: echo.echo.call(None).get(WAIT), 2 * rounds, 20),
-        "100 broadcasts and a call": timed(stream_of_broadcasts, rounds, 5),
-    }
-    procs.stop().get(WAIT)
-    return results
+def figure(samples: list[float], unit: str, percentile: float) -> float:
+    """Return one figure of ``samples`` in its unit; a rate is that of the time at the percentile."""
+    value = sorted(samples)[min(int(percentile * len(samples)), len(samples) - 1)]
+    if unit == PER_SECOND:
+        return 1000 / value
+    if unit == RATE:
+        return ARRAY_MEGABYTES / value
+    return value * {US: 1e6, MS: 1e3, MEGABYTES: 1e-6}[unit]
 
 
-def life_cycle(rounds: int) -> dict[str, list[float]]:
-    """Spawning and stopping."""
-    results: dict[str, list[float]] = {}
-    for count in (1, PROCS):
-        spawns, stops = [], []
-        for _ in range(rounds):
-            meshes: list[ProcMesh] = []
+def rows(samples: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
+    """Return one row per figure that any runtime has."""
+    found = []
+    for title, name, unit, percentile, goal in FIGURES:
+        values = {
+            runtime: figure(of_runtime[name], unit, percentile)
+            for runtime, of_runtime in samples.items()
+            if of_runtime.get(name)
+        }
+        if OURS not in values:
+            continue
+        ratios = {peer: values[OURS] / value for peer, value in values.items() if peer != OURS}
+        found.append(
+            {
+                "figure": title, "unit": unit, "values": values, "ratios": ratios, "goal": goal,
+                "samples": {runtime: len(samples[runtime][name]) for runtime in values},
+            }
+        )  # fmt: skip
+    return found
 
-            def spawn(count: int = count, meshes: list[ProcMesh] = meshes) -> None:
-                meshes.append(this_host().spawn_procs({"n": count}))
-                meshes[-1].spawn("echo", Echo).echo.call(None).get(WAIT)
 
-            spawns += timed(spawn, 1)
-            stops += timed(lambda meshes=meshes: meshes[-1].stop().get(WAIT), 1)  # type: ignore[misc]
-        results[f"spawn {count} proc(s) to first answer"] = spawns
-        results[f"stop {count} proc(s)"] = stops
-    return results
-
-
-def deaths(rounds: int) -> dict[str, list[float]]:
-    """kill -9 of a proc to what its owner sees."""
-    told = threading.Semaphore(0)
-    times: list[float] = []
-
-    def hook(failure: MeshFailure) -> None:
-        times.append(time.time())
-        told.release()
-
-    public.unhandled_fault_hook = hook
-    at_root, pending_calls = [], []
-    for _ in range(rounds):
-        echo: Any = this_host().spawn_procs().spawn("echo", Echo)
-        pid = echo.pid.call_one().get(WAIT)
-        start = time.time()
-        os.kill(pid, signal.SIGKILL)
-        assert echo.echo.call_one(None).exception(WAIT) is not None
-        pending_calls.append((time.time() - start) * 1e3)
-        assert told.acquire(timeout=WAIT)
-        at_root.append((times[-1] - start) * 1e3)
-    port, receiver = public.Channel.open()
-    procs = this_host().spawn_procs()
-    owner: Any = procs.spawn("owner", Owner, port)
-    in_owner = []
-    for _ in range(rounds):
-        pid = owner.start.call_one().get(WAIT)
-        start = time.time()
-        os.kill(pid, signal.SIGKILL)
-        in_owner.append((receiver.recv().get(WAIT) - start) * 1e3)
-    procs.stop().get(WAIT)
-    return {
-        "kill -9 to __supervise__ of its owner": in_owner,
-        "kill -9 to the fault hook of the program": at_root,
-        "kill -9 to the end of a call": pending_calls,
-    }
+def show(found: list[dict[str, Any]], runtimes: list[str]) -> None:
+    """Print the table."""
+    table = Table("figure", "unit", *(runtimes), *(f"ratio to {peer}" for peer in runtimes[1:]), "to reach")
+    for row in found:
+        values = [f"{row['values'][runtime]:,.0f}" if runtime in row["values"] else "" for runtime in runtimes]
+        ratios = [f"{row['ratios'][peer]:.2f}" if peer in row["ratios"] else "" for peer in runtimes[1:]]
+        table.add_row(row["figure"], row["unit"], *values, *ratios, row["goal"])
+    Console(width=160 if not sys.stdout.isatty() else None).print(table)
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torchmonarch", metavar="PYTHON", help="a Python that has torchmonarch, torch and numpy")
+    parser.add_argument("--ray", metavar="PYTHON", help="a Python that has ray, torch and numpy")
+    parser.add_argument("--groups", default=",".join(GROUPS), help=f"some of {', '.join(GROUPS)} (default: all)")
+    parser.add_argument("--passes", type=int, default=3, help="how often the runtimes take turns")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of samples")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--rounds", type=int, default=50)
     options = parser.parse_args()
-    start = time.perf_counter()
-    this_host().spawn_procs().initialized.get(WAIT)
-    results = {"first proc of the program": [(time.perf_counter() - start) * 1e3]}
-    for group in (round_trips, life_cycle, deaths):
-        results.update(group(options.rounds))
-    figures = {
-        name: {
-            "n": len(values),
-            "median_ms": round(statistics.median(values), 3),
-            "p95_ms": round(sorted(values)[int(0.95 * (len(values) - 1))], 3),
-            "worst_ms": round(max(values), 3),
-        }
-        for name, values in results.items()
-    }
-    print(f"{'operation':<42} {'n':>5} {'median ms':>10} {'p95 ms':>10} {'worst ms':>10}")
-    for name, row in figures.items():
-        print(f"{name:<42} {row['n']:>5} {row['median_ms']:>10.3f} {row['p95_ms']:>10.3f} {row['worst_ms']:>10.3f}")
+    groups = options.groups.split(",")
+    if unknown := set(groups) - set(GROUPS):
+        parser.error(f"unknown group {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
+    pythons = {OURS: sys.executable, MONARCH: options.torchmonarch, RAY: options.ray}
+    runtimes = [runtime for runtime, python in pythons.items() if python]
+    samples: dict[str, dict[str, list[float]]] = {runtime: {} for runtime in runtimes}
+    for _ in range(options.passes):
+        for runtime in runtimes:
+            for name, values in measure(runtime, pythons[runtime], groups, options.scale).items():
+                samples[runtime].setdefault(name, []).extend(values)
+    found = rows(samples)
+    show(found, runtimes)
     if options.json is not None:
         about = {"python": platform.python_version(), "cpus": os.cpu_count(), "load": os.getloadavg()[0]}
-        options.json.write_text(json.dumps({"about": about, "figures": figures}, indent=2) + "\n")
+        options.json.write_text(json.dumps({"about": about, "figures": found}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
