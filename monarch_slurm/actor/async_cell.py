@@ -40,6 +40,9 @@ class AsyncCell(Cell):
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._arrived.set)
 
+    def _backlog(self) -> int:
+        return len(self._inbox)
+
     def _main(self) -> None:
         asyncio.run(self._run())
 
@@ -87,6 +90,7 @@ class AsyncCell(Cell):
                 return item
             if item is not None:
                 await self._handle(item)
+                self._doing = ", ".join(sorted({task.get_name() for task in self._tasks}))
                 in_a_row += 1
                 if in_a_row >= _MESSAGES_IN_A_ROW:
                     in_a_row = 0
@@ -142,7 +146,7 @@ class AsyncCell(Cell):
             else:
                 self._answer(call, result)
 
-        task = asyncio.ensure_future(body())
+        task = asyncio.create_task(body(), name=call.method)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

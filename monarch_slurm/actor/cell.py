@@ -85,6 +85,7 @@ class Cell:
         self._lock = threading.Lock()
         self._callers: set[Address] = set()
         self._down_reason = ""
+        self._doing = ""
         self._control: deque[Callable[[], Any]] = deque()
         self._thread = threading.Thread(target=self._run_thread, name=f"actor-{ref.name}", daemon=True)
 
@@ -104,6 +105,17 @@ class Cell:
                 self._callers.add(Address(*call.port[:2]))
         self._enqueue(call)
         return ""
+
+    def describe(self) -> dict[str, Any]:
+        """Return what this actor is and does, as `monarch_slurm.controller.census` tells it."""
+        rank = self.ref.rank_of(self.base_rank)
+        return {
+            "name": self.ref.name,
+            "class": self.ref.class_name,
+            "rank": rank,
+            "doing": self._doing if self.object is not None else "__init__",
+            "waiting": self._backlog(),
+        }
 
     def supervise(self, failure: MeshFailure) -> None:
         """Queue the failure of a mesh that this actor owns."""
@@ -141,6 +153,10 @@ class Cell:
         """Put an item into the queue; None only wakes the actor, to look at its control items."""
         raise NotImplementedError
 
+    def _backlog(self) -> int:
+        """Return the number of queued items."""
+        raise NotImplementedError
+
     def _supervise(self, failure: MeshFailure) -> Any:
         raise NotImplementedError
 
@@ -173,6 +189,7 @@ class Cell:
 
     def _prepare(self, call: Call) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
         """Return the method and its arguments, the response port among them where the endpoint asks for it."""
+        self._doing = call.method
         args, kwargs = loads(call.body)
         attribute = getattr(type(self.object), call.method, None)
         if isinstance(attribute, EndpointProperty):

@@ -11,7 +11,9 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from monarch_slurm.actor.birth import make_cell
 from monarch_slurm.actor.context import Instance, may_boot_client, set_client_boot
@@ -22,7 +24,7 @@ from monarch_slurm.actor.local_host import LocalHost
 from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.actor.shape import Extent, Point, Shape
 from monarch_slurm.config import settings, warn_of_unknown_variables
-from monarch_slurm.host import HostDown, HostInfo, Hub
+from monarch_slurm.host import HostDown, HostInfo, Hub, ProcDown
 from monarch_slurm.wire import CONTROLLER, JobKeys, Loop, Message
 from monarch_slurm.wire.runtime_dir import check_runtime_dir
 
@@ -35,12 +37,26 @@ _AGENT_SECONDS = 2.0
 """Seconds that an agent may take beyond its procs, before it is killed."""
 
 
+_REMEMBERED_FAILURES = 100
+
+
+@dataclass
+class HostRecord:
+    """An agent that has joined, and how it ended; ``joined_at`` is in seconds since the epoch."""
+
+    info: HostInfo
+    joined_at: float
+    down: HostDown | None = None
+
+
 class Client:
     """The root actor of this process, its I/O loop and its hub. There is at most one; `client` makes it.
 
     Attributes:
         joined: hosts that are there; ``addresses`` has the IP addresses of those that are gone, too.
         hosts_changed: condition that is notified whenever a host comes or goes.
+        records: every agent that has ever joined, by host id.
+        proc_failures: the last procs that ended without being told to.
     """
 
     def __init__(self) -> None:
@@ -51,6 +67,9 @@ class Client:
         self.hosts_changed = threading.Condition()
         self.joined: list[HostInfo] = []
         self.addresses: dict[str, str] = {}
+        self.records: dict[str, HostRecord] = {}
+        self.proc_failures: deque[ProcDown] = deque(maxlen=_REMEMBERED_FAILURES)
+        self.started_at = time.time()
         self.hub = Hub(self._loop, JobKeys.make(), self._take, self._host_joined, self._host_down)
         self.runtime = Runtime(CONTROLLER, socket.gethostname(), self._send, make_cell)
         self._local = LocalHost(self._loop, self.hub, self._set_local_host)
@@ -96,6 +115,9 @@ class Client:
         self.hub.send(message)
 
     def _take(self, message: Message) -> None:
+        if message.kind == "proc_down" and not message.fields["expected"]:
+            with self.hosts_changed:
+                self.proc_failures.append(ProcDown(**message.fields))
         if not self.runtime.handle(message):
             logger.error("unknown message %r from %s", message.kind, message.src)
 
@@ -104,12 +126,15 @@ class Client:
         with self.hosts_changed:
             self.joined.append(info)
             self.addresses[info.host] = info.address
+            self.records[info.host] = HostRecord(info, time.time())
             self.hosts_changed.notify_all()
 
     def _host_down(self, down: HostDown) -> None:
         self._take(Message("host_down", CONTROLLER, CONTROLLER, down.to_fields()))
         with self.hosts_changed:
             self.joined = [info for info in self.joined if info.host != down.host]
+            if down.host in self.records:
+                self.records[down.host].down = down
             self.hosts_changed.notify_all()
 
     def shutdown(self, timeout: float) -> None:

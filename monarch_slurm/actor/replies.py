@@ -90,6 +90,16 @@ class ReplyTable:
             expected.on_reply(rank, status, frames)
         return channel is not None or expected is not None
 
+    def forget(self, number: int) -> None:
+        """Wait no longer for the answers to a reply port."""
+        with self._lock:
+            expected = self._replies.pop(number, None)
+            for process in {source for source, _ in expected.waiting.values()} if expected is not None else ():
+                numbers = self._by_process.get(process, set())
+                numbers.discard(number)
+                if not numbers:
+                    self._by_process.pop(process, None)
+
     def lose(self, processes: Iterable[Address], why: Why, mesh: str | None = None) -> None:
         """Give up answers of processes that ended, or of one actor mesh in them."""
         lost: list[tuple[OnLost, int, str]] = []

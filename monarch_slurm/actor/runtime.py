@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.messages import ActorDown, Call, PortAddress
 from monarch_slurm.actor.owned import Notice, OwnedActors, OwnedMeshes, OwnedProcs
-from monarch_slurm.actor.replies import CountDown, OnLost, OnReply, ReplyTable
+from monarch_slurm.actor.replies import VALUE, CountDown, OnLost, OnReply, ReplyTable
 from monarch_slurm.actor.shape import Shape
 from monarch_slurm.host.exits import HostDown, ProcDown
-from monarch_slurm.wire import AGENT, CONTROLLER, Address, Message
+from monarch_slurm.wire import AGENT, CONTROLLER, Address, Message, dumps
 from monarch_slurm.wire.pickling import Buffer
 
 if TYPE_CHECKING:
@@ -157,6 +157,10 @@ class Runtime:
             self._host_down(HostDown(**message.fields))
         elif kind == "actor_down":
             self._actor_down(ActorDown(**message.fields), message.src)
+        elif kind == "describe":
+            fields = message.fields
+            rows = [cell.describe() for cell in list(self._cells.values())]
+            self.post((*message.src, fields["port"]), fields["rank"], VALUE, dumps(rows))
         else:
             return False
         return True

@@ -26,6 +26,9 @@ class SyncCell(Cell):
     def _enqueue(self, item: Call | Stop | None) -> None:
         self._inbox.put(item)
 
+    def _backlog(self) -> int:
+        return self._inbox.qsize()
+
     def _main(self) -> None:
         try:
             self._construct()
@@ -51,6 +54,7 @@ class SyncCell(Cell):
                 return item
             if item is not None:
                 self._handle(item)
+                self._doing = ""
 
     def _supervise(self, failure: MeshFailure) -> None:
         try:

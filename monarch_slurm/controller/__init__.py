@@ -3,9 +3,12 @@
 - `hosts`: becoming the controller of a job folder, waiting for hosts
 - `restart`: limits of restarts
 - `journal`: events on disk
+- `census`: who is there and does what
 """
 
+from monarch_slurm.controller.census import census
 from monarch_slurm.controller.hosts import (
+    ANSWERS,
     FolderError,
     HostsMissingError,
     gather_hosts,
@@ -18,11 +21,13 @@ from monarch_slurm.controller.journal import Journal, read_journal
 from monarch_slurm.controller.restart import RestartBudget, RestartLimit
 
 __all__ = [
+    "ANSWERS",
     "FolderError",
     "HostsMissingError",
     "Journal",
     "RestartBudget",
     "RestartLimit",
+    "census",
     "gather_hosts",
     "host_addresses",
     "make_job_folder",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import stat
 import time
@@ -10,12 +11,19 @@ from pathlib import Path
 
 from monarch_slurm.actor import HostMesh, Shape, Slice
 from monarch_slurm.actor.client import client
+from monarch_slurm.controller.census import census
 from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.host import HostInfo
-from monarch_slurm.wire import write_invitation
+from monarch_slurm.wire import AdminServer, write_invitation
+from monarch_slurm.wire.admin import Answer
 from monarch_slurm.wire.keys import CONTROLLER_FILE
 
 _LOOK_SECONDS = 0.5
+
+ANSWERS: dict[str, Answer] = {"census": census}
+"""What this controller answers when it is asked from outside (`monarch_slurm.wire.ask`); a program may add to it."""
+
+_admins: dict[Path, AdminServer] = {}
 
 
 class HostsMissingError(MonarchSlurmError):
@@ -50,18 +58,26 @@ def publish(folder: Path, *, address: str) -> None:
     """Become the controller of the job in ``folder``: listen on an ephemeral port of the IP ``address``, and say so
     there.
 
-    ``folder/controller.json`` (mode 0600) tells agents where to dial and holds the job's keys.
+    ``folder/controller.json`` (mode 0600) tells agents where to dial and holds the job's keys; ``folder/admin.json``
+    tells where questions such as those of ``monarch-slurm status`` are answered.
 
     Raises:
         FolderError: the folder cannot be used.
         BindError: the address is not one of this machine.
     """
-    write_invitation(make_job_folder(folder), client().hub.invitation(address))
+    invitation = client().hub.invitation(address)
+    folder = make_job_folder(folder).absolute()
+    write_invitation(folder, invitation)
+    if folder not in _admins:
+        _admins[folder] = AdminServer(folder, address, ANSWERS)
 
 
 def withdraw(folder: Path) -> None:
     """Take the invitation back: agents that lose this controller from now on end at once instead of waiting for it."""
     (folder / CONTROLLER_FILE).unlink(missing_ok=True)
+    admin = _admins.pop(folder.absolute(), None)
+    if admin is not None:
+        admin.close()
 
 
 def gather_hosts(
@@ -102,6 +118,12 @@ def gather_hosts(
             here.hosts_changed.wait_for(lambda: not _pick(names, here.joined)[1], left)
     hosts = tuple(info.host for info in found)
     return HostMesh(hosts, Shape(["hosts"], Slice.new_row_major([len(hosts)])), owned=True)
+
+
+@atexit.register
+def _close_admins() -> None:
+    for folder in list(_admins):
+        _admins.pop(folder).close()
 
 
 def host_addresses(mesh: HostMesh) -> list[str]:

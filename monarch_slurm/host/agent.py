@@ -121,6 +121,7 @@ class Agent:
             "kill": self._kill_procs,
             "renew": lambda message: self._procs.renew(),
             "cast": self._cast,
+            "describe": lambda message: self._route(self._procs.describe(message)),
             "host_down": self._owner_host_down,
             "proc_down": self._owner_proc_down,
             "shutdown": self._shutdown,

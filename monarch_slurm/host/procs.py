@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from monarch_slurm.config import settings
@@ -19,7 +19,7 @@ from monarch_slurm.host.orphans import Orphans
 from monarch_slurm.host.output import Output
 from monarch_slurm.host.proc import PACKET_BYTES, ProcSpec, pack_request
 from monarch_slurm.host.zygote_link import ZygoteLink
-from monarch_slurm.wire import Loop, Timer
+from monarch_slurm.wire import Loop, Message, Timer, dumps
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ class _Proc:
     signal_at_birth: int = 0
     patience: Timer | None = None
     reported: bool = False
+    asked_at: float = field(default_factory=time.time)
     why_ended: str = ""
     ended_at: float = 0.0
 
@@ -84,6 +85,22 @@ class ProcTable:
     def names(self, mesh: str | None = None) -> list[str]:
         """Return the names of the procs that are there, of one mesh or of all."""
         return [name for name, proc in self._procs.items() if mesh is None or proc.spec.mesh == mesh]
+
+    def describe(self, question: Message) -> Message:
+        """Return the answer to `monarch_slurm.controller.census`, who asks what the procs here are and do."""
+        rows = [
+            {
+                "name": name,
+                "mesh": proc.spec.mesh,
+                "rank": proc.spec.rank,
+                "pid": proc.pid,
+                "state": "stopping" if proc.stopping else "running" if proc.reported else "starting",
+                "since": proc.asked_at,
+            }
+            for name, proc in self._procs.items()
+        ]
+        fields = {"port": question.fields["port"], "rank": question.fields["rank"], "status": "value"}
+        return Message("port", question.src, question.dst, fields, dumps(rows))
 
     def pid(self, name: str) -> int:
         """Return the pid of a proc; 0 if it is not there or has none yet."""

@@ -120,6 +120,7 @@ class _Batch:
         logger.info("the program ended: %s", describe_code(controller.returncode))
         self._folder.write_exit_code(code)
         self._folder.controller_file.unlink(missing_ok=True)  # agents that have missed its last word end by this
+        self._folder.admin_file.unlink(missing_ok=True)
         return code
 
     def _watch_steps(self) -> int:

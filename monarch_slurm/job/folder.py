@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from monarch_slurm.job.errors import JobFolderError
+from monarch_slurm.wire.admin import ADMIN_FILE
 
 FOLDER_VARIABLE = "MONARCH_SLURM_JOB_FOLDER"
 """Environment variable of every process of a job: its folder."""
@@ -80,6 +81,11 @@ class JobFolder:
     def controller_file(self) -> Path:
         """Where the controller says how to reach it, as long as it lives."""
         return self.path / "controller.json"
+
+    @property
+    def admin_file(self) -> Path:
+        """Where the controller says how to ask it about the job, as long as it lives."""
+        return self.path / ADMIN_FILE
 
     @property
     def exit_code_file(self) -> Path:  # noqa: D102

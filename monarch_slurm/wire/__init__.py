@@ -8,8 +8,10 @@
 - `runtime_dir`: that private folder
 - `keys`: the job's keys and the file that hands them on
 - `liveness`: who has been silent for too long
+- `admin`: questions to a controller from outside
 """
 
+from monarch_slurm.wire.admin import AdminClient, AdminServer, NoAnswerError, ask
 from monarch_slurm.wire.frames import AGENT, CONTROLLER, Address, Message, WireError
 from monarch_slurm.wire.keys import Invitation, JobKeys, KeyFileError, read_invitation, write_invitation
 from monarch_slurm.wire.link import Link, UnknownPeerError
@@ -24,6 +26,8 @@ __all__ = [
     "AGENT",
     "CONTROLLER",
     "Address",
+    "AdminClient",
+    "AdminServer",
     "BindError",
     "Gatekeeper",
     "Invitation",
@@ -33,10 +37,12 @@ __all__ = [
     "Liveness",
     "Loop",
     "Message",
+    "NoAnswerError",
     "SocketPathError",
     "Timer",
     "UnknownPeerError",
     "WireError",
+    "ask",
     "dumps",
     "loads",
     "make_runtime_dir",

@@ -72,10 +72,10 @@ class Invitation:
             raise KeyFileError(f"this is no invitation of a controller: {error}") from None
 
 
-def write_invitation(folder: Path, invitation: Invitation) -> Path:
-    """Write ``controller.json`` into ``folder``, readable by its owner only, complete as soon as it has its name."""
-    path = folder / CONTROLLER_FILE
-    fd, aside = tempfile.mkstemp(dir=folder, prefix=f".{CONTROLLER_FILE}.")  # mode 0600
+def write_invitation(folder: Path, invitation: Invitation, name: str = CONTROLLER_FILE) -> Path:
+    """Write the file ``name`` into ``folder``, readable by its owner only, complete as soon as it has its name."""
+    path = folder / name
+    fd, aside = tempfile.mkstemp(dir=folder, prefix=f".{name}.")  # mode 0600
     with os.fdopen(fd, "w") as file:
         file.write(invitation.to_json())
         file.flush()
