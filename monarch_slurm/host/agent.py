@@ -134,17 +134,8 @@ class Agent:
 
     def run(self) -> int:
         """Serve until told to end; return the exit code."""
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda *_: self._loop.call_soon(self._told_by_signal))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        wakeup_read, wakeup_write = socket.socketpair()
-        wakeup_write.setblocking(False)
-        signal.set_wakeup_fd(wakeup_write.fileno(), warn_on_full_buffer=False)
-
-        def wake_up() -> None:
-            wakeup_read.recv(512)
-
-        self._loop.add_reader(wakeup_read.fileno(), wake_up)
+        self._loop.call_on_signals((signal.SIGTERM, signal.SIGHUP), self._told_by_signal)
         hello = {"name": self.name, "pid": os.getpid(), "hostname": socket.gethostname(), "address": self.ip}
         self._up.send(Message("hello", CONTROLLER, self._address, hello))
         self._procs.warm()

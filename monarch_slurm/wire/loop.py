@@ -7,10 +7,12 @@ import itertools
 import logging
 import os
 import select
+import signal
+import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class Loop:
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self._wakeup: tuple[socket.socket, ...] = ()
         self.late = 0.0
         """Seconds that the last round came later than its next timer asked for: how long this process did not run."""
 
@@ -74,6 +77,16 @@ class Loop:
         """Call ``callback`` on the loop's thread as soon as it can. For any thread."""
         self._calls.append(callback)
         self.wake()
+
+    def call_on_signals(self, numbers: Iterable[int], callback: Callable[[], None]) -> None:
+        """Call ``callback`` on the loop's thread when one of these signals comes. From the main thread."""
+        for number in numbers:
+            signal.signal(number, lambda *_: self.call_soon(callback))
+        read, write = socket.socketpair()
+        write.setblocking(False)
+        signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+        self._wakeup = read, write  # or they would be closed
+        self.add_reader(read.fileno(), lambda: _discard(read))
 
     def wake(self) -> None:
         """Make the loop's thread look at its calls. For any thread."""
@@ -130,3 +143,7 @@ class Loop:
             callback()
         except Exception:
             logger.exception("a callback of the I/O loop failed")
+
+
+def _discard(end: socket.socket) -> None:
+    end.recv(512)
