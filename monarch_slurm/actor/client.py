@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from monarch_slurm.actor.birth import make_cell
+from monarch_slurm.actor.console import open_console
 from monarch_slurm.actor.context import Instance, may_boot_client, set_client_boot
 from monarch_slurm.actor.errors import MeshFailure
 from monarch_slurm.actor.future import Future
@@ -25,6 +26,7 @@ from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.actor.shape import Extent, Point, Shape
 from monarch_slurm.config import settings, warn_of_unknown_variables
 from monarch_slurm.host import HostDown, HostInfo, Hub, ProcDown
+from monarch_slurm.host.stacks import register_stacks
 from monarch_slurm.wire import CONTROLLER, JobKeys, Loop, Message
 from monarch_slurm.wire.runtime_dir import check_runtime_dir
 
@@ -80,6 +82,8 @@ class Client:
         self._faults_stopped = False
         self._ending = threading.Lock()
         self.ended = False
+        register_stacks()
+        self._console = open_console(self._loop, self.runtime, lambda: list(self.hub.hosts.values()))
         threading.Thread(target=self._judge_faults, name="monarch-faults", daemon=True).start()
         self._loop.start("monarch-io")
 
@@ -150,6 +154,7 @@ class Client:
                 self.hosts_changed.wait_for(lambda: not self.joined, max(0.0, deadline - time.monotonic()))
             self._loop.stop()
             self._loop.join(1.0)
+            self._console.close()
             self.hub.close()
             self.ended = True
 

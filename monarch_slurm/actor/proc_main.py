@@ -19,6 +19,7 @@ from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.actor.shape import Shape, Slice
 from monarch_slurm.config import clear_runtime_config, configure
 from monarch_slurm.host.proc import ProcSpec
+from monarch_slurm.host.stacks import register_stacks
 from monarch_slurm.wire import AGENT, Address, Link, Loop, Message, WireError, dumps
 from monarch_slurm.wire.sockets import make_dealer
 
@@ -55,6 +56,8 @@ class _Proc:
             self._start(message)
         elif message.kind == "exit":
             self._exit(message.fields["timeout"])
+        elif message.kind == "ping":
+            self._link.send(Message("pong", message.src, self._runtime.address))
         else:
             logger.error("unknown message %r from %s", message.kind, message.src)
 
@@ -97,6 +100,7 @@ def main(spec: ProcSpec) -> int:
     """Run the proc ``spec`` and return its exit code."""
     # The thread that got a fatal signal leaves its stack on stderr, whose end the failure report quotes.
     faulthandler.enable(all_threads=False)
+    register_stacks()
     clear_runtime_config()
     configure(**spec.settings)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)

@@ -9,6 +9,7 @@ import click
 
 from monarch_slurm._version import __version__
 from monarch_slurm.cli.native import build
+from monarch_slurm.cli.stacks import stacks
 from monarch_slurm.cli.train import train
 from monarch_slurm.errors import MonarchSlurmError
 
@@ -25,6 +26,7 @@ def cli() -> None:
 
 
 cli.add_command(build)
+cli.add_command(stacks)
 cli.add_command(train)
 
 

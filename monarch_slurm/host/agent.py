@@ -26,6 +26,7 @@ from monarch_slurm.host.identity import address_towards
 from monarch_slurm.host.output import Output
 from monarch_slurm.host.procs import ProcTable
 from monarch_slurm.host.spawning import Place, procs_asked_for
+from monarch_slurm.host.stack_gathering import StackDesk
 from monarch_slurm.wire import (
     AGENT,
     CONTROLLER,
@@ -115,6 +116,7 @@ class Agent:
         dealer = make_dealer(self._context, self.host)
         connect_tcp(dealer, invitation)
         self._up = Link(self._loop, dealer, lambda _, message: self._from_controller(message), self._controller_fault)
+        stacks = StackDesk(self._loop, self._address, self._procs.pids, self._route)
         self._handlers: dict[str, Callable[[Message], None]] = {
             "spawn": self._spawn,
             "stop": self._stop_procs,
@@ -124,6 +126,8 @@ class Agent:
             "describe": lambda message: self._route(self._procs.describe(message)),
             "host_down": self._owner_host_down,
             "proc_down": self._owner_proc_down,
+            "stacks": stacks.ask,
+            "pong": stacks.heard,
             "shutdown": self._shutdown,
             "welcome": self._take_welcome,
             "heartbeat": lambda message: None,

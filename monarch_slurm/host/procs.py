@@ -73,7 +73,7 @@ class ProcTable:
         self._procs: dict[str, _Proc] = {}
         self._zygote: ZygoteLink | None = None
         self._zygotes: set[ZygoteLink] = set()
-        self._orphans = Orphans(loop, self._living, self._known, lambda: any(zygote.asked for zygote in self._zygotes))
+        self._orphans = Orphans(loop, self.pids, self._known, lambda: any(zygote.asked for zygote in self._zygotes))
         kernel.become_subreaper()
 
     def __len__(self) -> int:
@@ -106,6 +106,10 @@ class ProcTable:
         """Return the pid of a proc; 0 if it is not there or has none yet."""
         proc = self._procs.get(name)
         return proc.pid if proc else 0
+
+    def pids(self) -> dict[str, int]:
+        """Return the names and pids of the procs that run."""
+        return {name: proc.pid for name, proc in self._procs.items() if proc.pidfd >= 0}
 
     def warm(self) -> None:
         """Start the zygote now, so that the first spawn need not wait for it."""
@@ -294,9 +298,6 @@ class ProcTable:
             reader.finish()
 
     # ---- orphans
-
-    def _living(self) -> dict[str, int]:
-        return {name: proc.pid for name, proc in self._procs.items() if proc.pidfd >= 0}
 
     def _known(self) -> set[int]:
         return {proc.pid for proc in self._procs.values() if proc.pidfd >= 0} | {zygote.pid for zygote in self._zygotes}
