@@ -45,7 +45,8 @@ def group_ranks(ranks: list[Rank], all_threads: bool) -> list[Group]:
     groups: dict[tuple[str, ...], list[Rank]] = defaultdict(list)
     for rank in ranks:
         kind = CONTROLLER_RANK if rank.mesh == CONTROLLER_RANK else ""
-        groups[(kind, *stack_lines(rank.stacks, all_threads))].append(rank)
+        key = (kind, *stack_lines(rank.stacks, all_threads))
+        groups[key].append(rank)
     ordered = sorted(groups.items(), key=lambda item: (item[0][0] != CONTROLLER_RANK, len(item[1])))
     return [Group(_title(members), list(key[1:])) for key, members in ordered]
 
