@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from monarch_slurm.actor import Actor, endpoint, this_host
+from monarch_slurm.config import configure
 from monarch_slurm.rdma import RDMABuffer, recent_transfers, shared_memory
 
 MIB = 2**20
@@ -77,7 +78,7 @@ def row(name: str, nbytes: int, ours: list[float], plain: list[float], against: 
 
 def pair(transports: str) -> tuple[Any, Any]:
     def bootstrap() -> None:
-        os.environ["MONARCH_SLURM_RDMA_TRANSPORTS"] = transports
+        configure(rdma_transports=transports)
 
     peers = this_host().spawn_procs(per_host={"procs": 2}, bootstrap=bootstrap).spawn("peer", Peer)
     return peers.slice(procs=0), peers.slice(procs=1)

@@ -81,7 +81,7 @@ class _Settings:
     """Bytes that one frame of a message may have."""
     default_transport: str = "unix"
     """Monarch's choice of a transport. Of ``tcp://host:port``, attached workers are told to dial that host."""
-    rdma_transports: str = "local,shm,process_vm,ibverbs,tcp"
+    rdma_transports: str = "local,shm,process_vm,gpu_ipc,ibverbs,tcp"
     """Comma-separated ways of transfer that may be used; their order is fixed: best first."""
     rdma_allow_tcp_fallback: bool = True
     """Use TCP where two hosts have no RDMA device in common."""
@@ -98,7 +98,7 @@ class _Settings:
     rdma_qps_per_peer: int = 4
     """Queue pairs to one peer."""
     rdma_registration_cache_mb: int = 16384
-    """Megabytes of local memory that stay registered with a device after a transfer."""
+    """Megabytes of local memory that stay registered with a device after a transfer; 0 keeps none."""
 
 
 @dataclass(frozen=True)

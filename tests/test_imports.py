@@ -20,7 +20,10 @@ LAYERS = [
 """From the lowest. The modules of ``BASE`` lie below all of them."""
 
 BASE = {"errors", "_version", "durations", "monarch_keys", "transport"}
-PUBLIC = ["monarch_slurm", *(f"monarch_slurm.{name}" for name in ("wire", "host", "actor", "controller"))]
+PUBLIC = [
+    "monarch_slurm",
+    *(f"monarch_slurm.{name}" for name in ("wire", "host", "actor", "rdma", "collectives", "controller")),
+]
 
 
 def modules() -> list[Path]:

@@ -83,6 +83,11 @@ class Hub:
         self._link = Link(loop, router, self._from_agent, self._agent_fault)
         loop.call_soon(self._beat)
 
+    @property
+    def addresses(self) -> list[str]:
+        """IP addresses of this machine where agents of other hosts were told to join."""
+        return list(self._endpoints)
+
     def invitation(self, ip: str) -> Invitation:
         """Listen on an ephemeral port of ``ip`` and return what an agent needs to join there. It holds a secret.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 
-from monarch_slurm.rdma.options import options
+from monarch_slurm.config import settings
+from monarch_slurm.rdma.options import transports
 from monarch_slurm.rdma.verbs import verbs_host
 
 
@@ -22,7 +23,7 @@ class RDMATcpFallbackWarning(UserWarning):
 
 def is_ibverbs_available() -> bool:
     """Return whether this process has an RDMA device with an active port, and may use it."""
-    return "ibverbs" in options().transports and verbs_host() is not None
+    return "ibverbs" in transports() and verbs_host() is not None
 
 
 def is_rdma_available() -> bool:
@@ -35,4 +36,4 @@ def get_rdma_backend() -> str:
     """Return what carries buffers between hosts: ``"ibverbs"``, ``"tcp"``, or ``"none"`` if nothing is allowed."""
     if is_ibverbs_available():
         return "ibverbs"
-    return "tcp" if options().rdma_allow_tcp_fallback else "none"
+    return "tcp" if settings().rdma_allow_tcp_fallback else "none"

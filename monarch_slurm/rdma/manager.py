@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
 import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import psutil
-
+from monarch_slurm.actor.client import client
 from monarch_slurm.actor.context import context
 from monarch_slurm.actor.runtime import Runtime
-from monarch_slurm.host.identity import ADDRESS_VARIABLE
+from monarch_slurm.config import settings
+from monarch_slurm.host.identity import ADDRESS_VARIABLE, pid_space
 from monarch_slurm.rdma import samehost
 from monarch_slurm.rdma.control import Control, Fields
 from monarch_slurm.rdma.engine import Engine, Op, remaining
 from monarch_slurm.rdma.errors import NoBackendError, PeerLostError, RDMAError
 from monarch_slurm.rdma.local import LocalEngine
-from monarch_slurm.rdma.options import options
+from monarch_slurm.rdma.options import chunk_bytes, transports
 from monarch_slurm.rdma.records import TransferRecord, records
 from monarch_slurm.rdma.registry import Registry
 from monarch_slurm.rdma.samehost import SameHost, SameHostMapped
@@ -28,7 +27,7 @@ from monarch_slurm.rdma.tcp_client import TcpEngine
 from monarch_slurm.rdma.tcp_server import TcpServer
 from monarch_slurm.rdma.verbs import VerbsEngine, VerbsHost, verbs_host
 from monarch_slurm.rdma.workers import Workers
-from monarch_slurm.wire import Address
+from monarch_slurm.wire import CONTROLLER, Address
 
 
 class Home(NamedTuple):
@@ -67,7 +66,7 @@ class _Peer:
         """Return the best engine: for memory that can be ``mapped``, or that the CPU can reach at all (``direct``)."""
         if self._lost:
             raise PeerLostError(f"the owner of the buffer is gone: {self._lost}")
-        allowed = options().transports
+        allowed = transports()
         if not self._lock.acquire(timeout=remaining(deadline)):
             remaining(deadline)
         try:
@@ -96,7 +95,7 @@ class _Peer:
         return self._engines[name]
 
     def _make_process_vm(self, card: Fields, deadline: float) -> Engine | None:
-        if card["boot"] != samehost.boot_id():
+        if card["pids"] != pid_space():
             return None
         try:
             return SameHost(card["pid"], card["nonce_address"], card["nonce"], card["lock_fd"])
@@ -114,12 +113,10 @@ class _Peer:
         return VerbsEngine(verbs, lambda kind, fields, by: self._manager.ask(self._home, kind, fields, by))
 
     def _make_tcp(self, card: Fields, deadline: float) -> Engine:
-        same_host = card["boot"] == samehost.boot_id()
-        answer = self._manager.ask(self._home, "tcp", {"same_host": same_host}, deadline)
+        answer = self._manager.ask(self._home, "tcp", {"network": samehost.network_id()}, deadline)
         addresses = [(address, port) for address, port in answer["addresses"]]
-        current = options()
         spawn = self._manager.workers.run
-        return TcpEngine(addresses, answer["secret"], current.rdma_tcp_streams, current.chunk_bytes, spawn)
+        return TcpEngine(addresses, answer["secret"], settings().rdma_tcp_streams, chunk_bytes(), spawn)
 
 
 class Manager:
@@ -142,7 +139,7 @@ class Manager:
         self.local = LocalEngine(self.registry)
         self._lock = threading.Lock()
         self._peers: dict[Home, _Peer] = {}
-        self._servers: dict[bool, TcpServer] = {}
+        self._servers: dict[tuple[str, ...], TcpServer] = {}
         self._watched: set[Address] = set()
         samehost.allow_peers()
 
@@ -189,27 +186,35 @@ class Manager:
 
     def _card(self, _: Address, __: Fields) -> Fields:
         return {
-            "boot": samehost.boot_id(),
+            "pids": pid_space(),
             "pid": os.getpid(),
             "nonce_address": ctypes.addressof(self.registry.nonce),
             "nonce": bytes(self.registry.nonce),
             "lock_fd": self.registry.lock_fd,
-            "transports": sorted(options().transports),
+            "transports": sorted(transports()),
             "verbs": verbs_host() is not None,
         }
 
     def _open_tcp(self, _: Address, fields: Fields) -> Fields:
-        same_host = bool(fields["same_host"])
+        listen = ("127.0.0.1",) if fields["network"] == samehost.network_id() else tuple(self._reachable())
         with self._lock:
-            server = self._servers.get(same_host)
+            server = self._servers.get(listen)
             if server is None:
-                listen, _told = listen_addresses(same_host)
-                server = self._servers[same_host] = TcpServer(self.registry, listen, options().rdma_tcp_threads)
-        addresses = []
-        for address, port in server.addresses:
-            told = _interface_addresses() if address in ("0.0.0.0", "::") else [address]  # noqa: S104 - compared only
-            addresses += [(ip, port) for ip in told]
-        return {"addresses": addresses, "secret": server.secret}
+                server = self._servers[listen] = TcpServer(self.registry, listen, settings().rdma_tcp_threads)
+        return {"addresses": server.addresses, "secret": server.secret}
+
+    def _reachable(self) -> list[str]:
+        """The addresses of this machine that the other hosts of the job know of: its agent's, or the controller's."""
+        told = os.environ.get(ADDRESS_VARIABLE)
+        if told:
+            return [told]
+        published = client().hub.addresses if self.home.process == CONTROLLER else []
+        if not published:
+            raise NoBackendError(
+                f"process {self.home.process} can be reached from its own network only: it has published no address, "
+                f"and {ADDRESS_VARIABLE} is not set"
+            )
+        return published
 
     def _drop(self, _: Address, fields: Fields) -> Fields:
         self.drop(fields["slot"], fields["key"], time.monotonic() + fields["seconds"])
@@ -235,26 +240,6 @@ class Manager:
         if self.verbs is None:
             raise NoBackendError("there is no RDMA device in this process")
         return self.verbs
-
-
-def listen_addresses(same_host: bool) -> tuple[list[str], bool]:
-    """Return the addresses to listen on, and whether other hosts can reach them."""
-    if same_host:
-        return ["127.0.0.1"], False
-    configured = os.environ.get(ADDRESS_VARIABLE)
-    if configured:
-        return [configured], True
-    return ["0.0.0.0"], True  # noqa: S104 - which one a peer can reach is not known; strangers fail the handshake
-
-
-def _interface_addresses() -> list[str]:
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    return [
-        entry.address
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if name in up and entry.family == socket.AF_INET and not entry.address.startswith("127.")
-    ]
 
 
 _manager: Manager | None = None

@@ -224,7 +224,10 @@ class _Stream:
             raise RDMAError(f"the owner answered with {length} bytes where {chunk.nbytes} were asked for")
         if not chunk.write:
             _receive(connection, view_of(chunk.address, chunk.nbytes))
-        return None
+            trailer = bytearray(protocol.TRAILER.size)
+            _receive(connection, memoryview(trailer))
+            (status,) = protocol.TRAILER.unpack(trailer)
+        return None if status == protocol.DONE else _refusal(status, chunk.target)
 
 
 def _next(chunks: deque[_Chunk]) -> _Chunk | None:

@@ -15,7 +15,8 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 
 from monarch_slurm.rdma import tcp_protocol as protocol
 from monarch_slurm.rdma.errors import BufferGoneError
@@ -30,9 +31,12 @@ _MAX_STRANGERS = 64
 _STEP = 4 * 2**20
 """Bytes of one system call, and of one piece of device memory."""
 _SCRAP = 256 * 1024
+_ZEROS = memoryview(bytes(_SCRAP))
 
 Wants = Generator[int, None, None]
 """Yields the selector's event that it waits for."""
+Holding = Callable[[], AbstractContextManager[None]]
+"""Holds off the end of a buffer's drop during one system call."""
 
 
 class TcpServer:
@@ -47,7 +51,7 @@ class TcpServer:
         OSError: an address is none of this machine.
     """
 
-    def __init__(self, registry: Registry, addresses: list[str], threads: int) -> None:
+    def __init__(self, registry: Registry, addresses: Sequence[str], threads: int) -> None:
         self.secret = secrets.token_bytes(32)
         self.refused = 0
         self._registry = registry
@@ -105,11 +109,11 @@ class TcpServer:
                     yield from _discard(connection, length, scrap)
                 yield from _send(connection, memoryview(protocol.REPLY.pack(status, 0)))
             elif operation == protocol.READ:
-                yield from _send(
-                    connection, memoryview(protocol.REPLY.pack(status, 0 if entry is None else length)), more=True
-                )
+                reply = protocol.REPLY.pack(status, 0 if entry is None else length)
+                yield from _send(connection, memoryview(reply), more=True)
                 if entry is not None:
-                    yield from self._give(connection, entry, offset, length)
+                    status = yield from self._give(connection, entry, offset, length)
+                    yield from _send(connection, memoryview(protocol.TRAILER.pack(status)))
             else:
                 return
 
@@ -136,52 +140,53 @@ class TcpServer:
             return None, protocol.READ_ONLY
         return entry, protocol.DONE
 
-    def _give(self, connection: socket.socket, entry: Entry, offset: int, length: int) -> Wants:
+    def _give(self, connection: socket.socket, entry: Entry, offset: int, length: int) -> Generator[int, None, int]:
+        """Send all ``length`` bytes, zeros once the buffer is dropped; return the status."""
         stager = entry.memory.stager
         bounce = host_bytes(min(_STEP, length), stager) if stager else None
-        for start in range(offset, offset + length, _STEP):
-            size = min(_STEP, offset + length - start)
-            address = entry.memory.address + start
-            if stager is not None and bounce is not None:
-                stager.to_host(start, bounce.address, size)
-                address = bounce.address
-            view = view_of(address, size)
-            while view:
-                with self._registry.using(entry):  # dropped in the middle: the connection ends, and the peer asks again
-                    sent = _try(connection.send, view)
-                if sent < 0:
-                    yield selectors.EVENT_WRITE
-                else:
-                    view = view[sent:]
+        done = 0
+        while done < length:
+            size = min(_STEP, length - done)
+            address = entry.memory.address + offset + done if bounce is None else bounce.address
+            if stager is not None and not self._with(entry, stager.to_host, offset + done, address, size):
+                break
+            left = yield from _send(connection, view_of(address, size), holding=lambda: self._registry.using(entry))
+            done += size - left
+            if left:
+                break
+        gone = done < length
+        while done < length:
+            done += len(piece := _ZEROS[: length - done])
+            yield from _send(connection, piece)
+        return protocol.GONE if gone else protocol.DONE
 
     def _take(
         self, connection: socket.socket, entry: Entry, offset: int, length: int, scrap: memoryview
     ) -> Generator[int, None, int]:
+        """Receive all ``length`` bytes, for nothing once the buffer is dropped; return the status."""
         stager = entry.memory.stager
         bounce = host_bytes(min(_STEP, length), stager) if stager else None
         done = 0
-        try:
-            while done < length:
-                size = min(_STEP, length - done)
-                address = bounce.address if bounce is not None else entry.memory.address + offset + done
-                view = view_of(address, size)
-                while view:
-                    with self._registry.using(entry):
-                        got = _try(connection.recv_into, view)
-                    if got == 0:
-                        raise EOFError
-                    if got < 0:
-                        yield selectors.EVENT_READ
-                    else:
-                        view = view[got:]
-                        done += got
-                if stager is not None:
-                    with self._registry.using(entry):
-                        stager.from_host(offset + done - size, address, size)
-        except BufferGoneError:
-            yield from _discard(connection, length - done, scrap)
-            return protocol.GONE
+        while done < length:
+            size = min(_STEP, length - done)
+            address = entry.memory.address + offset + done if bounce is None else bounce.address
+            left = yield from _receive(connection, view_of(address, size), lambda: self._registry.using(entry))
+            done += size - left
+            if left or (
+                stager is not None and not self._with(entry, stager.from_host, offset + done - size, address, size)
+            ):
+                yield from _discard(connection, length - done, scrap)
+                return protocol.GONE
         return protocol.DONE
+
+    def _with(self, entry: Entry, copy: Callable[[int, int, int], None], *arguments: int) -> bool:
+        """Copy from or to a device, unless the buffer is dropped: then return False."""
+        try:
+            with self._registry.using(entry):
+                copy(*arguments)
+        except BufferGoneError:
+            return False
+        return True
 
 
 class _Worker:
@@ -281,15 +286,23 @@ def _try(call: object, *arguments: object) -> int:
         return -1
 
 
-def _receive(connection: socket.socket, view: memoryview) -> Wants:
+def _receive(
+    connection: socket.socket, view: memoryview, holding: Holding = contextlib.nullcontext
+) -> Generator[int, None, int]:
+    """Fill ``view``; return how many bytes did not come, since ``holding`` said that the buffer is gone."""
     while view:
-        got = _try(connection.recv_into, view)
+        try:
+            with holding():
+                got = _try(connection.recv_into, view)
+        except BufferGoneError:
+            return len(view)
         if got == 0:
             raise EOFError
         if got < 0:
             yield selectors.EVENT_READ
         else:
             view = view[got:]
+    return 0
 
 
 def _discard(connection: socket.socket, length: int, scrap: memoryview) -> Wants:
@@ -299,10 +312,18 @@ def _discard(connection: socket.socket, length: int, scrap: memoryview) -> Wants
         length -= len(piece)
 
 
-def _send(connection: socket.socket, view: memoryview, more: bool = False) -> Wants:
+def _send(
+    connection: socket.socket, view: memoryview, more: bool = False, holding: Holding = contextlib.nullcontext
+) -> Generator[int, None, int]:
+    """Send ``view``; return how many bytes were not sent, since ``holding`` said that the buffer is gone."""
     while view:
-        sent = _try(connection.send, view, socket.MSG_MORE if more else 0)
+        try:
+            with holding():
+                sent = _try(connection.send, view, socket.MSG_MORE if more else 0)
+        except BufferGoneError:
+            return len(view)
         if sent < 0:
             yield selectors.EVENT_WRITE
         else:
             view = view[sent:]
+    return 0

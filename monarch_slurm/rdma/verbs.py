@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from monarch_slurm.config import settings
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.native_build import NativeBuildError, load_native
 from monarch_slurm.rdma import verbs_devices
@@ -33,7 +34,7 @@ from monarch_slurm.rdma.errors import (
     RDMATimeoutError,
     RegistrationError,
 )
-from monarch_slurm.rdma.options import options
+from monarch_slurm.rdma.options import chunk_bytes, transports
 from monarch_slurm.rdma.registry import Entry, Registry
 from monarch_slurm.wire import Address
 
@@ -57,7 +58,7 @@ class VerbsHost:
         self._device: Any = None
         self._exported: dict[int, tuple[int, Any]] = {}
         self._passive: dict[tuple[Address, int], Any] = {}
-        self.cache = RegistrationCache(self.register, options().rdma_registration_cache_mb * 2**20)
+        self.cache = RegistrationCache(self.register, settings().rdma_registration_cache_mb * 2**20)
 
     @property
     def device(self) -> Any:
@@ -236,7 +237,7 @@ class VerbsEngine:
             ]
             if self._link is None:
                 self._link = self._connect(deadline)
-            kind, text = self._link.transfer(copies, min(_CHUNK_BYTES, options().chunk_bytes), remaining(deadline))
+            kind, text = self._link.transfer(copies, min(_CHUNK_BYTES, chunk_bytes()), remaining(deadline))
             if kind:
                 self._link = None
                 raise self._explain(kind, text, [op.target for op in ops], deadline)
@@ -255,7 +256,7 @@ class VerbsEngine:
         self._link = None
 
     def _connect(self, deadline: float) -> Any:
-        link = self._host.make_link(max(1, options().rdma_qps_per_peer))
+        link = self._host.make_link(settings().rdma_qps_per_peer)
         answer = self._ask("verbs_connect", {**self._host.facts(link), "link": id(self)}, deadline)
         self._host.connect(link, answer)
         return link
@@ -316,12 +317,11 @@ def verbs_host() -> VerbsHost | None:
         ConfigError: the setting ``rdma_ibverbs_target`` names no port that is active.
     """
     global _host, _host_pid
-    current = options()
-    if "ibverbs" not in current.transports:
+    if "ibverbs" not in transports():
         return None
     with _host_lock:
         if _host_pid != os.getpid():
-            _host, _host_pid = _find(current.rdma_ibverbs_target), os.getpid()
+            _host, _host_pid = _find(settings().rdma_ibverbs_target), os.getpid()
         return _host
 
 

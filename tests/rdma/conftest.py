@@ -27,12 +27,12 @@ def spawn() -> Iterator[Callable[..., Any]]:
     meshes: list[ProcMesh] = []
 
     def make(count: int, backend: str) -> Any:
-        def environment(transports: str = TRANSPORTS[backend]) -> None:
-            import os
+        def bootstrap(transports: str = TRANSPORTS[backend]) -> None:
+            from monarch_slurm.config import configure
 
-            os.environ["MONARCH_SLURM_RDMA_TRANSPORTS"] = transports + ",local"
+            configure(rdma_transports=transports + ",local")
 
-        procs = this_host().spawn_procs(per_host={"procs": count}, bootstrap=environment)
+        procs = this_host().spawn_procs(per_host={"procs": count}, bootstrap=bootstrap)
         meshes.append(procs)
         return procs.spawn("holder", Holder)
 

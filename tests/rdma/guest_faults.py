@@ -16,12 +16,13 @@ from typing import Any
 
 import monarch_slurm.actor
 from monarch_slurm.actor import HostMesh, shutdown_context, this_host
+from monarch_slurm.config import configure
 from monarch_slurm.rdma import RDMABuffer, RegistrationError, get_rdma_backend, recent_transfers
 from rdma.actors import Holder, digest, pattern
 
 
 def bootstrap(memlock: int | None = None) -> None:
-    os.environ["MONARCH_SLURM_RDMA_TRANSPORTS"] = "ibverbs,local"
+    configure(rdma_transports="ibverbs,local")
     if memlock is not None:
         lose_ipc_lock()
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (memlock, memlock))
@@ -134,7 +135,7 @@ def two(folder: Path) -> None:
         shell("tc qdisc del dev rdma root")
     check(user, buffer, 10)
     step("TCP between the hosts")
-    os.environ["MONARCH_SLURM_RDMA_TRANSPORTS"] = "tcp"
+    use_tcp()
     target = memoryview(bytearray(buffer.size()))
     spawn_tcp = far.spawn_procs(bootstrap=use_tcp).spawn("tcp", Holder)
     spawn_tcp.make.call_one(buffer.size(), 4).get(60).read_into(target).get(60)
@@ -143,7 +144,7 @@ def two(folder: Path) -> None:
 
 
 def use_tcp() -> None:
-    os.environ["MONARCH_SLURM_RDMA_TRANSPORTS"] = "tcp"
+    configure(rdma_transports="tcp")
 
 
 def serve(folder: Path) -> int:

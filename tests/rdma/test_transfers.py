@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from monarch_slurm.actor import SupervisionError
+from monarch_slurm.config import configured
 from monarch_slurm.rdma import BufferGoneError, PeerLostError, RDMABuffer, RDMATimeoutError
 from rdma.actors import digest, pattern
 
@@ -47,7 +48,7 @@ def test_a_short_write_leaves_the_rest(spawn: Spawn, backend: str) -> None:
     assert owner.digest_of.call_one(0).get(60) == digest(pattern(10, 1) + pattern(1000, 0)[10:])
 
 
-@pytest.mark.parametrize("backend", ["process_vm", "tcp"])
+@pytest.mark.parametrize("backend", sorted({"process_vm", "tcp", *BACKENDS} - {"shm"}))
 def test_many_buffers_are_one_action(spawn: Spawn, backend: str) -> None:
     holders = spawn(2, backend)
     sizes = [1 + 7919 * index % 60_000 for index in range(300)]
@@ -140,8 +141,8 @@ def test_an_owner_that_never_answers(spawn: Spawn) -> None:
         buffer.read_into(memoryview(bytearray(1000)), timeout=30).get(60)
 
 
-def test_no_common_backend(spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_common_backend(spawn: Spawn) -> None:
     buffer = spawn(1, "tcp").make.call_one(10, 1).get(60)
-    monkeypatch.setenv("MONARCH_SLURM_RDMA_TRANSPORTS", "process_vm")
-    error = buffer.read_into(memoryview(bytearray(10))).exception(60)
+    with configured(rdma_transports="process_vm"):
+        error = buffer.read_into(memoryview(bytearray(10))).exception(60)
     assert "no compatible RDMA backend for buffer" in str(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import pickle
 import socket
 import time
@@ -15,14 +16,24 @@ from typing import Any
 import pytest
 import torch
 
+from monarch_slurm.actor.client import client
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.rdma import RDMAAction, RDMABuffer, get_rdma_backend, is_rdma_available
 from monarch_slurm.rdma import tcp_protocol as protocol
 from monarch_slurm.rdma.engine import Op, Target
-from monarch_slurm.rdma.errors import BufferGoneError, PeerLostError, RDMAError, RDMATimeoutError, gathered
+from monarch_slurm.rdma.errors import (
+    BufferGoneError,
+    NoBackendError,
+    PeerLostError,
+    RDMAError,
+    RDMATimeoutError,
+    gathered,
+)
+from monarch_slurm.rdma.manager import manager
 from monarch_slurm.rdma.memory import memory_of, view_of
-from monarch_slurm.rdma.options import options
+from monarch_slurm.rdma.options import transports
 from monarch_slurm.rdma.registry import Entry, Registry
+from monarch_slurm.rdma.samehost import network_id
 from monarch_slurm.rdma.tcp_client import TcpEngine
 from monarch_slurm.rdma.tcp_server import TcpServer
 from monarch_slurm.rdma.verbs import RegistrationCache, registration_text
@@ -135,7 +146,7 @@ def test_which_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         RDMABuffer(memoryview(b"abc"))
     monkeypatch.setenv("MONARCH_SLURM_RDMA_TRANSPORTS", "carrier-pigeon")
     with pytest.raises(ConfigError, match="carrier-pigeon"):
-        _ = options().transports
+        transports()
 
 
 def test_failures_are_gathered() -> None:
@@ -215,6 +226,30 @@ def test_tcp_refusals_leave_the_connection_whole(served: Served) -> None:
         engine.transfer([served.op(too_long)], soon())
     engine.transfer([served.op(local)], soon())
     assert local == b"secret!!" * 100_000
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_a_buffer_dropped_in_the_middle_of_a_transfer(
+    served: Served, monkeypatch: pytest.MonkeyPatch, write: bool
+) -> None:
+    engine, registry, calls = served.engine(), served.registry, itertools.count()
+    local = memoryview(bytearray(800_000))
+    engine.transfer([served.op(local)], soon())
+    using = registry.using
+
+    def using_until_dropped(entry: Entry) -> Any:
+        if next(calls) == 1:  # the second piece: some bytes are under way
+            registry.drop(entry.slot, entry.key, soon())
+        return using(entry)
+
+    monkeypatch.setattr(registry, "using", using_until_dropped)
+    with pytest.raises(BufferGoneError, match="was dropped by its owner"):
+        engine.transfer([served.op(local, write)], soon())
+    other = registry.add(memory_of(memoryview(bytearray(b"another!" * 100_000))))
+    target = Target(other.slot, other.key, 0, 0, other.memory.nbytes)
+    engine.transfer([Op(False, memory_of(local).address, len(local), target)], soon())
+    assert local == b"another!" * 100_000
+    assert served.server.refused == 0
 
 
 def test_a_stranger_gets_nothing(served: Served) -> None:
@@ -337,3 +372,17 @@ def test_a_small_memlock_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (65536, 65536))
     assert "ulimit -l" in registration_text(12, 10**6, "mlx5_0")
     assert "ulimit -l" not in registration_text(22, 10**6, "mlx5_0")
+
+
+def test_other_hosts_reach_the_program_at_the_address_that_it_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = manager()
+    with pytest.raises(NoBackendError, match="published no address"):
+        here._open_tcp(here.home.process, {"network": "another"})
+    monkeypatch.setattr(type(client().hub), "addresses", ["127.0.0.2"])
+    answer = here._open_tcp(here.home.process, {"network": "another"})
+    assert [address for address, _ in answer["addresses"]] == ["127.0.0.2"]
+    monkeypatch.setenv("MONARCH_SLURM_ADDRESS", "127.0.0.3")
+    answer = here._open_tcp(here.home.process, {"network": "another"})
+    assert [address for address, _ in answer["addresses"]] == ["127.0.0.3"]
+    same = here._open_tcp(here.home.process, {"network": network_id()})
+    assert [address for address, _ in same["addresses"]] == ["127.0.0.1"]
