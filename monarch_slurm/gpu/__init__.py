@@ -4,22 +4,14 @@
 - `visibility`: which of them a process sees, by the variables that the GPU runtimes read
 - `placement`: which of them, and which cores, each proc of a host gets
 - `libraries`: where the GPU runtime and RCCL or NCCL are found, and the native module
-- `memory`: mapped allocations, dmabuf and IPC export, tensors given to another process
+- `memory`: mapped allocations, dmabuf export
+- `sharing`: memory and tensors given to another process
 """
 
 from monarch_slurm.gpu.facts import GpuDevice, gpu_devices, gpu_platform
-from monarch_slurm.gpu.memory import (
-    Dmabuf,
-    GpuMemory,
-    export_dmabuf,
-    receive_fds,
-    receive_memory,
-    receive_tensor,
-    send_fds,
-    send_memory,
-    send_tensor,
-)
+from monarch_slurm.gpu.memory import Dmabuf, GpuMemory, export_dmabuf
 from monarch_slurm.gpu.placement import Place, PlacementError, parse_cpu_list, places
+from monarch_slurm.gpu.sharing import receive_fds, receive_memory, receive_tensor, send_fds, send_memory, send_tensor
 from monarch_slurm.gpu.visibility import VisibilityError, restrict_to, settle, visible_indices
 
 __all__ = [

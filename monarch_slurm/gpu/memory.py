@@ -1,15 +1,7 @@
-"""GPU memory that can be given away: to another process as a file descriptor or an IPC handle, to a NIC as a dmabuf.
-
-A descriptor travels over a Unix socket (``SCM_RIGHTS``). Whoever can connect to the socket can map the memory: put it
-in a private folder, or use a `socket.socketpair`.
-"""
+"""GPU memory that can be given away: to another process as a file descriptor (see `sharing`), to a NIC as a dmabuf."""
 
 from __future__ import annotations
 
-import array
-import json
-import os
-import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +10,6 @@ from monarch_slurm.gpu.libraries import gpu_runtime, native
 
 if TYPE_CHECKING:
     import torch
-
-_MAX_MESSAGE_BYTES = 4096
-_MAX_FDS = 64
 
 
 @dataclass(frozen=True)
@@ -129,154 +118,3 @@ def export_dmabuf(address: int, size_bytes: int) -> Dmabuf:
         MonarchSlurmError: the runtime cannot export (too old, or the kernel lacks support).
     """
     return Dmabuf(*gpu_runtime().export_dmabuf(address, size_bytes))
-
-
-def send_fds(sock: socket.socket, message: dict[str, Any], fds: list[int]) -> None:
-    """Send a small message (JSON) and descriptors over a Unix stream socket; the sender keeps its own descriptors."""
-    body = json.dumps(message).encode()
-    if len(body) > _MAX_MESSAGE_BYTES or len(fds) > _MAX_FDS:
-        raise ValueError(f"{len(body)} bytes and {len(fds)} descriptors; at most {_MAX_MESSAGE_BYTES} and {_MAX_FDS}")
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())] if fds else []
-    frame = len(body).to_bytes(4, "big") + body
-    sent = sock.sendmsg([frame], rights)
-    sock.sendall(frame[sent:])
-
-
-def receive_fds(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Receive what `send_fds` sent; the descriptors are the receiver's to close.
-
-    Raises:
-        MonarchSlurmError: the peer closed the connection or sent something else.
-    """
-    size = array.array("i").itemsize
-    head, ancillary, flags, _ = sock.recvmsg(4, socket.CMSG_SPACE(_MAX_FDS * size))
-    fds = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(data[: len(data) // size * size])
-    try:
-        head += _receive(sock, 4 - len(head))
-        length = int.from_bytes(head, "big")
-        if length > _MAX_MESSAGE_BYTES or flags & socket.MSG_CTRUNC:
-            raise MonarchSlurmError("what came over the socket was not sent by send_fds")  # noqa: TRY301
-        return json.loads(_receive(sock, length)), list(fds)
-    except BaseException:
-        for fd in fds:
-            os.close(fd)
-        raise
-
-
-def _receive(sock: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = sock.recv(size - len(data))
-        if not part:
-            raise MonarchSlurmError("the peer closed the connection in the middle of a message")
-        data += part
-    return data
-
-
-def send_memory(sock: socket.socket, memory: GpuMemory) -> None:
-    """Give a peer process the use of the memory; both see each other's writes, and it lives until both let go."""
-    fd = memory.export_fd()
-    try:
-        send_fds(sock, {"kind": "memory", "size_bytes": memory.size_bytes}, [fd])
-    finally:
-        os.close(fd)
-
-
-def receive_memory(sock: socket.socket, device: int = 0) -> GpuMemory:
-    """Map the memory that `send_memory` sent, for ``device`` of this process.
-
-    Raises:
-        MonarchSlurmError: the peer is gone or sent something else; the driver refuses.
-    """
-    message, fds = receive_fds(sock)
-    try:
-        if message.get("kind") != "memory" or len(fds) != 1:
-            raise MonarchSlurmError(
-                f"a memory was expected, but {message.get('kind')!r} came with {len(fds)} descriptors"
-            )
-        return GpuMemory(native().Mapping.import_fd(gpu_runtime(), device, fds[0], message["size_bytes"]))
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
-def send_tensor(sock: socket.socket, tensor: torch.Tensor) -> None:
-    """Give a peer process a GPU tensor without copying it. Keep the tensor until the peer has let go of it.
-
-    Memory of the plain allocator goes as an IPC handle, memory of one mapped allocation as a descriptor.
-
-    Raises:
-        ValueError: the tensor is not on a GPU or not contiguous.
-        MonarchSlurmError: it spans several allocations (expandable segments of torch), or the driver refuses.
-    """
-    if not tensor.is_cuda or not tensor.is_contiguous():
-        raise ValueError(
-            f"a contiguous GPU tensor is needed, not one on {tensor.device} with strides {tensor.stride()}"
-        )
-    runtime = gpu_runtime()
-    size_bytes = tensor.numel() * tensor.element_size()
-    base, length_bytes = runtime.range_of(tensor.data_ptr())
-    message = {
-        "kind": "tensor",
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": list(tensor.shape),
-        "offset_bytes": tensor.data_ptr() - base,
-        "size_bytes": length_bytes,
-    }
-    if tensor.data_ptr() + size_bytes > base + length_bytes:
-        raise MonarchSlurmError(
-            f"the tensor's {size_bytes} bytes span several allocations; make it without expandable segments"
-        )
-    try:
-        fd = runtime.export_allocation(base)
-    except native().GpuError:  # plain memory: the driver knows no mapped allocation there
-        send_fds(sock, {**message, "ipc": runtime.ipc_handle(base).hex()}, [])
-        return
-    try:
-        send_fds(sock, message, [fd])
-    finally:
-        os.close(fd)
-
-
-def receive_tensor(sock: socket.socket, device: int = 0) -> torch.Tensor:
-    """Return the tensor that `send_tensor` sent, the same memory seen by ``device``; shape and dtype are the sender's.
-
-    Raises:
-        MonarchSlurmError: the peer is gone or sent something else; the driver refuses.
-    """
-    import torch
-
-    message, fds = receive_fds(sock)
-    try:
-        if message.get("kind") != "tensor":
-            raise MonarchSlurmError(f"a tensor was expected, but {message.get('kind')!r} came")
-        if fds:
-            mapping = native().Mapping.import_fd(gpu_runtime(), device, fds[0], message["size_bytes"])
-        else:
-            mapping = native().IpcMapping(gpu_runtime(), device, bytes.fromhex(message["ipc"]))
-    finally:
-        for fd in fds:
-            os.close(fd)
-    whole = torch.as_tensor(_Bytes(mapping, message["size_bytes"]), device=f"cuda:{device}")
-    dtype = getattr(torch, message["dtype"])
-    numel = 1
-    for size in message["shape"]:
-        numel *= size
-    part = whole[message["offset_bytes"] :][: numel * dtype.itemsize]
-    return part.view(dtype).view(message["shape"])
-
-
-class _Bytes:
-    """Bytes of a mapping as torch wants them; torch keeps this object, and with it the mapping, alive."""
-
-    def __init__(self, mapping: Any, size_bytes: int) -> None:
-        self._mapping = mapping
-        self.__cuda_array_interface__ = {
-            "shape": (size_bytes,),
-            "typestr": "|u1",
-            "data": (mapping.address, False),
-            "version": 2,
-        }

@@ -66,13 +66,15 @@ class Runtime {
   Table table_{};
 };
 
-// Physical memory of one device, mapped and readable and writable there. Torn down in the reverse order of its making.
+// Physical memory of one device, one or more allocations at successive addresses, mapped and readable and writable
+// there. Torn down in the reverse order of its making.
 class Mapping {
  public:
   // New memory of at least `bytes`, rounded up to the granularity, exportable as a file descriptor.
   static std::unique_ptr<Mapping> create(std::shared_ptr<Runtime> runtime, int device, std::size_t bytes);
-  // Memory that another process exported; `bytes` is its size there. The descriptor stays the caller's.
-  static std::unique_ptr<Mapping> import(std::shared_ptr<Runtime> runtime, int device, int fd, std::size_t bytes);
+  // Allocations that another process exported, with their sizes there. The descriptors stay the caller's.
+  static std::unique_ptr<Mapping> import(std::shared_ptr<Runtime> runtime, int device, const std::vector<int>& fds,
+                                         const std::vector<std::size_t>& sizes);
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
@@ -80,19 +82,23 @@ class Mapping {
   Address address() const noexcept { return address_; }
   std::size_t bytes() const noexcept { return bytes_; }
   int device() const noexcept { return device_; }
+  // Of the first allocation, which is the only one of memory made by `create`.
   Fd export_fd() const;
 
  private:
-  Mapping(std::shared_ptr<Runtime> runtime, int device, std::size_t bytes);
+  struct Part {
+    Handle handle;
+    std::size_t bytes;
+  };
+  Mapping(std::shared_ptr<Runtime> runtime, int device);
   void reserve_and_map();
 
   std::shared_ptr<Runtime> runtime_;
   int device_;
-  std::size_t bytes_;
-  Handle handle_ = 0;
+  std::size_t bytes_ = 0;
+  std::vector<Part> parts_;
   Address address_ = 0;
-  bool created_ = false;
-  bool mapped_ = false;
+  std::size_t mapped_bytes_ = 0;  // the first of parts_ that are mapped, together
 };
 
 // Memory of another process, opened by its IPC handle until this is destroyed.

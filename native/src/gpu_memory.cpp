@@ -25,44 +25,56 @@ std::size_t Runtime::granularity_bytes(int device) const {
   return bytes;
 }
 
-Mapping::Mapping(std::shared_ptr<Runtime> runtime, int device, std::size_t bytes)
-    : runtime_(std::move(runtime)), device_(device), bytes_(bytes) {}
+Mapping::Mapping(std::shared_ptr<Runtime> runtime, int device) : runtime_(std::move(runtime)), device_(device) {}
 
 std::unique_ptr<Mapping> Mapping::create(std::shared_ptr<Runtime> runtime, int device, std::size_t bytes) {
   if (bytes == 0) throw Error("an allocation of 0 bytes cannot be mapped; ask for at least 1");
   runtime->use_device(device);
   const std::size_t granularity = runtime->granularity_bytes(device);
   const std::size_t whole = (bytes + granularity - 1) / granularity * granularity;
-  std::unique_ptr<Mapping> mapping(new Mapping(std::move(runtime), device, whole));
+  std::unique_ptr<Mapping> mapping(new Mapping(std::move(runtime), device));
   const Runtime& rt = *mapping->runtime_;
   AllocationProp prop = exportable_on(device);
-  Result result = rt.table().create(&mapping->handle_, whole, &prop, 0);
+  Handle handle = 0;
+  Result result = rt.table().create(&handle, whole, &prop, 0);
   if (result != 0) {
     prop.gpu_direct_rdma = 0;  // some devices refuse the flag; the memory is as good for everything but RDMA
-    result = rt.table().create(&mapping->handle_, whole, &prop, 0);
+    result = rt.table().create(&handle, whole, &prop, 0);
   }
   rt.check(result, ("MemCreate of " + std::to_string(whole) + " bytes").c_str());
-  mapping->created_ = true;
+  mapping->parts_.push_back({handle, whole});
   mapping->reserve_and_map();
   return mapping;
 }
 
-std::unique_ptr<Mapping> Mapping::import(std::shared_ptr<Runtime> runtime, int device, int fd, std::size_t bytes) {
+std::unique_ptr<Mapping> Mapping::import(std::shared_ptr<Runtime> runtime, int device, const std::vector<int>& fds,
+                                         const std::vector<std::size_t>& sizes) {
+  if (fds.empty() || fds.size() != sizes.size()) {
+    throw Error("to map exported memory, one size for each of at least one descriptor is needed");
+  }
   runtime->use_device(device);
-  std::unique_ptr<Mapping> mapping(new Mapping(std::move(runtime), device, bytes));
+  std::unique_ptr<Mapping> mapping(new Mapping(std::move(runtime), device));
   const Runtime& rt = *mapping->runtime_;
-  void* os_handle = reinterpret_cast<void*>(static_cast<std::intptr_t>(fd));
-  rt.check(rt.table().import_handle(&mapping->handle_, os_handle, kPosixFd), "MemImportFromShareableHandle");
-  mapping->created_ = true;
+  for (std::size_t i = 0; i < fds.size(); ++i) {
+    void* os_handle = reinterpret_cast<void*>(static_cast<std::intptr_t>(fds[i]));
+    Handle handle = 0;
+    rt.check(rt.table().import_handle(&handle, os_handle, kPosixFd), "MemImportFromShareableHandle");
+    mapping->parts_.push_back({handle, sizes[i]});
+  }
   mapping->reserve_and_map();
   return mapping;
 }
 
 void Mapping::reserve_and_map() {
   const Table& table = runtime_->table();
-  runtime_->check(table.reserve(&address_, bytes_, 0, 0, 0), "MemAddressReserve");
-  runtime_->check(table.map(address_, bytes_, 0, handle_, 0), "MemMap");
-  mapped_ = true;
+  std::size_t bytes = 0;
+  for (const Part& part : parts_) bytes += part.bytes;
+  runtime_->check(table.reserve(&address_, bytes, 0, 0, 0), "MemAddressReserve");
+  bytes_ = bytes;
+  for (const Part& part : parts_) {
+    runtime_->check(table.map(address_ + mapped_bytes_, part.bytes, 0, part.handle, 0), "MemMap");
+    mapped_bytes_ += part.bytes;
+  }
   const AccessDesc access{{kOnDevice, device_}, kReadWrite};
   runtime_->check(table.set_access(address_, bytes_, &access, 1), "MemSetAccess");
 }
@@ -70,14 +82,19 @@ void Mapping::reserve_and_map() {
 Mapping::~Mapping() {
   // A destructor cannot report; what fails here fails because the device is gone, and its memory with it.
   const Table& table = runtime_->table();
-  if (mapped_) table.unmap(address_, bytes_);
-  if (address_ != 0) table.unreserve(address_, bytes_);
-  if (created_) table.release(handle_);
+  std::size_t offset = 0;
+  for (const Part& part : parts_) {
+    if (offset < mapped_bytes_) table.unmap(address_ + offset, part.bytes);
+    offset += part.bytes;
+  }
+  if (bytes_ != 0) table.unreserve(address_, bytes_);
+  for (const Part& part : parts_) table.release(part.handle);
 }
 
 Fd Mapping::export_fd() const {
   int fd = -1;
-  runtime_->check(runtime_->table().export_handle(&fd, handle_, kPosixFd, 0), "MemExportToShareableHandle");
+  runtime_->check(runtime_->table().export_handle(&fd, parts_.front().handle, kPosixFd, 0),
+                  "MemExportToShareableHandle");
   return Fd(fd);
 }
 

@@ -67,7 +67,7 @@ void bind_gpu(py::module_& m) {
       });
   py::class_<gpu::Mapping>(m, "Mapping", py::module_local())
       .def_static("create", &gpu::Mapping::create, NoGil())
-      .def_static("import_fd", &gpu::Mapping::import, NoGil())
+      .def_static("import_fds", &gpu::Mapping::import, NoGil())
       .def_property_readonly("address", &gpu::Mapping::address)
       .def_property_readonly("bytes", &gpu::Mapping::bytes)
       .def_property_readonly("device", &gpu::Mapping::device)

@@ -5,22 +5,35 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fake_libraries import compile_fake
 
 from monarch_slurm.errors import MonarchSlurmError
-from monarch_slurm.gpu import GpuMemory, export_dmabuf, libraries, receive_fds, receive_memory, send_fds, send_memory
+from monarch_slurm.gpu import (
+    GpuMemory,
+    export_dmabuf,
+    libraries,
+    receive_fds,
+    receive_memory,
+    send_fds,
+    send_memory,
+    sharing,
+)
+
+
+@pytest.fixture(scope="session")
+def libraries_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fake")
 
 
 @pytest.fixture(params=["cuda", "rocm"])
-def fake(
-    request: pytest.FixtureRequest, compile_fake: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
+def fake(request: pytest.FixtureRequest, libraries_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     platform = request.param
     monkeypatch.setenv("MONARCH_SLURM_GPU_PLATFORM", platform)
-    monkeypatch.setenv("MONARCH_SLURM_GPU_LIBRARY", str(compile_fake("fake_gpu", platform)))
+    monkeypatch.setenv("MONARCH_SLURM_GPU_LIBRARY", str(compile_fake("fake_gpu", platform, libraries_folder)))
     libraries.gpu_runtime.cache_clear()
     yield platform
     libraries.gpu_runtime.cache_clear()
@@ -43,6 +56,48 @@ def test_both_processes_see_one_memory() -> None:
     assert ours.recv(1) == b"!"
     peer.join()
     assert memory.read(13, offset_bytes=100) == b"from the peer"
+
+
+def _write_across_the_seam(sock: socket.socket) -> None:
+    message, fds = receive_fds(sock)
+    mapping = sharing.map_exported(0, None, fds, message["sizes"])
+    libraries.gpu_runtime().write(mapping.address + message["sizes"][0] - 3, b"seam")
+    sock.sendall(b"!")
+
+
+@pytest.mark.usefixtures("fake")
+def test_memory_of_several_allocations() -> None:
+    """As torch's expandable segments are: mapped one behind the other."""
+    parts = [GpuMemory.allocate(size) for size in (2 << 20, 4 << 20, 1)]
+    sizes = [part.size_bytes for part in parts]
+    fds = [part.export_fd() for part in parts]
+    whole = sharing.map_exported(0, None, fds, sizes)
+    found = sharing.allocations_of(whole.address + 5, (6 << 20) - 5)
+    assert [each.size_bytes for each in found] == sizes[:2]
+    ours, theirs = socket.socketpair()
+    peer = multiprocessing.get_context("fork").Process(target=_write_across_the_seam, args=(theirs,))
+    peer.start()
+    with sharing.exported(found) as (ipc, exports):
+        assert ipc is None
+        send_fds(ours, {"sizes": sizes[:2]}, exports)
+    assert ours.recv(1) == b"!"
+    peer.join()
+    assert parts[0].read(3, sizes[0] - 3) + parts[1].read(1) == b"seam"
+    before = len(os.listdir("/proc/self/fd"))
+    del whole
+    assert before - len(os.listdir("/proc/self/fd")) == 3, "the mapping's own handles"
+    for fd in fds:
+        os.close(fd)
+
+
+@pytest.mark.usefixtures("fake")
+def test_plain_memory_has_an_ipc_handle() -> None:
+    runtime = libraries.gpu_runtime()
+    address = runtime.alloc(1000)
+    with sharing.exported(sharing.allocations_of(address + 100, 10)) as (ipc, fds):
+        assert fds == []
+        assert sharing.map_exported(0, ipc, [], [1000]).address == address
+    runtime.free(address)
 
 
 @pytest.mark.usefixtures("fake")
@@ -88,6 +143,12 @@ def test_fds_travel_and_garbage_does_not() -> None:
     send_fds(ours, {"a": 1}, [writer])
     message, fds = receive_fds(theirs)
     assert message == {"a": 1}
+    many = [os.dup(writer) for _ in range(150)]
+    send_fds(ours, {"b": 2}, many)
+    message, copies = receive_fds(theirs)
+    assert (message, len(copies)) == ({"b": 2}, 150)
+    for fd in many + copies:
+        os.close(fd)
     os.write(fds[0], b"x")
     assert os.read(reader, 1) == b"x"
     for fd in (reader, writer, fds[0]):
