@@ -2,7 +2,7 @@
 
 - `base`: what every job can do: apply, state, kill, dump
 - `local`, `process`, `slurm`: the kinds of jobs
-- `submission`: what Slurm is asked for
+- `request`, `container`, `submission`: what Slurm is asked for
 - `batch`, `steps`, `node`, `supervisor`: what then runs on the head node and on each node
 - `head`: what if the head is lost
 - `status`, `follow`, `diagnosis`: what became of it
@@ -13,6 +13,7 @@
 from monarch_slurm.job.address import find_address
 from monarch_slurm.job.allocation import AllocationError, SlurmAllocation
 from monarch_slurm.job.base import DEFAULT_JOB_PATH, BatchJob, JobState, JobTrait, job_load, job_loads
+from monarch_slurm.job.container import Container
 from monarch_slurm.job.errors import (
     AddressError,
     HostsTakenError,
@@ -25,11 +26,13 @@ from monarch_slurm.job.errors import (
     JobStartTimeoutError,
     NodeListError,
     NoSlurmError,
+    PreflightError,
     SlurmUnreachableError,
     SubmitError,
 )
 from monarch_slurm.job.local import LocalJob
 from monarch_slurm.job.process import LostHostsError, ProcessJob
+from monarch_slurm.job.request import NodeSpec
 from monarch_slurm.job.slurm import SlurmJob, follow
 from monarch_slurm.job.status import JobStatus, Phase
 
@@ -38,6 +41,7 @@ __all__ = [
     "AddressError",
     "AllocationError",
     "BatchJob",
+    "Container",
     "HostStartError",
     "HostsTakenError",
     "JobEndedError",
@@ -53,7 +57,9 @@ __all__ = [
     "LostHostsError",
     "NoSlurmError",
     "NodeListError",
+    "NodeSpec",
     "Phase",
+    "PreflightError",
     "ProcessJob",
     "SlurmAllocation",
     "SlurmJob",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from monarch_slurm.job.errors import JobError
+from monarch_slurm.job.errors import JobError, NodeListError
 from monarch_slurm.job.nodelist import expand
 
 _NODE_GPUS = re.compile(r"^\s*Nodes=(\S+) .*\bGRES=(\S+)", re.MULTILINE)
@@ -43,6 +43,7 @@ class SlurmAllocation:
         node_name: Slurm's name of this node.
         launch_address: IP address of the machine where srun runs, as the nodes reach it; empty outside of a step.
         restarts: how often Slurm has requeued the job.
+        groups: number of nodes of each component of a heterogeneous job, in the order of ``nodes``; else empty.
     """
 
     job_id: int
@@ -51,6 +52,16 @@ class SlurmAllocation:
     node_name: str
     launch_address: str = ""
     restarts: int = 0
+    groups: tuple[int, ...] = ()
+
+    def group_of(self, index: int) -> int | None:
+        """Return the component that the node at ``index`` belongs to; None if the job is not heterogeneous."""
+        end = 0
+        for group, count in enumerate(self.groups):
+            end += count
+            if index < end:
+                return group
+        return None
 
     @property
     def is_head(self) -> bool:
@@ -66,21 +77,44 @@ class SlurmAllocation:
             NodeListError: its node list cannot be read.
         """
         try:
-            job_id, node_list = int(env["SLURM_JOB_ID"]), env["SLURM_JOB_NODELIST"]
-            count = int(env["SLURM_JOB_NUM_NODES"])
+            job_id = int(env["SLURM_JOB_ID"])
+            listed = [_nodes(env, suffix) for suffix in _suffixes(env)]
             node_id, node_name = int(env.get("SLURM_NODEID", "0")), env["SLURMD_NODENAME"]
         except KeyError as missing:
             raise AllocationError(f"not in a job of Slurm: {missing.args[0]} is not set here") from None
+        except NodeListError:
+            raise
         except ValueError as error:
             raise AllocationError(f"Slurm's environment makes no sense here: {error}") from None
-        nodes = tuple(expand(node_list))
-        if len(nodes) != count:
-            raise AllocationError(
-                f"SLURM_JOB_NODELIST={node_list} names {len(nodes)} nodes, SLURM_JOB_NUM_NODES={count}"
-            )
+        nodes = tuple(name for names in listed for name in names)
+        if len(set(nodes)) < len(nodes) and len(listed) > 1:
+            twice = next(name for name in nodes if nodes.count(name) > 1)
+            raise AllocationError(f"node {twice} is in two components of this job; ask for exclusive nodes")
         if node_name not in nodes:
-            raise AllocationError(f"this node, {node_name}, is not in SLURM_JOB_NODELIST={node_list}")
-        launch_address = env.get("SLURM_LAUNCH_NODE_IPADDR", "")
+            raise AllocationError(f"this node, {node_name}, is not one of the job's nodes: {', '.join(nodes)}")
         return SlurmAllocation(
-            job_id, nodes, node_id, node_name, launch_address, int(env.get("SLURM_RESTART_COUNT", "0"))
+            job_id,
+            nodes,
+            node_id,
+            node_name,
+            env.get("SLURM_LAUNCH_NODE_IPADDR", ""),
+            int(env.get("SLURM_RESTART_COUNT", "0")),
+            tuple(map(len, listed)) if len(listed) > 1 else (),
         )
+
+
+def _suffixes(env: Mapping[str, str]) -> list[str]:
+    """Return what the names of variables that describe each component end with."""
+    # In a step of a heterogeneous job the variables without a suffix describe the step.
+    return [f"_HET_GROUP_{index}" for index in range(int(env.get("SLURM_HET_SIZE", "0")))] or [""]
+
+
+def _nodes(env: Mapping[str, str], suffix: str) -> list[str]:
+    """Return the nodes that two variables of ``env`` agree on."""
+    node_list, count = env[f"SLURM_JOB_NODELIST{suffix}"], int(env[f"SLURM_JOB_NUM_NODES{suffix}"])
+    names = expand(node_list)
+    if len(names) != count:
+        raise AllocationError(
+            f"SLURM_JOB_NODELIST{suffix}={node_list} names {len(names)} nodes, SLURM_JOB_NUM_NODES{suffix}={count}"
+        )
+    return names

@@ -125,6 +125,9 @@ class JobTrait(ABC):
         if self._running is not None:
             return
         self._create(client_script)
+        self._mark_applied()
+
+    def _mark_applied(self) -> None:
         self._apply_id = str(uuid.uuid4())
         self._status = "running"
 

@@ -13,13 +13,17 @@ import logging
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from monarch_slurm.job.allocation import SlurmAllocation
+from monarch_slurm.job.container import Container
+from monarch_slurm.job.errors import JobError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.job.processes import end_processes, find_processes
-from monarch_slurm.job.steps import Steps, step_command
+from monarch_slurm.job.steps import Steps, program_step, signal_program_step, step_command, step_environment
 from monarch_slurm.job.supervisor import (
     AGENT_GRACE,
     BATCH_VARIABLE,
@@ -39,46 +43,76 @@ STEP_GRACE = 5.0
 """Seconds that the hosts have to end by themselves before Slurm is left to end them."""
 
 
-def run_batch(folder: str, program: Sequence[str] | None, address: str | None, requeue: bool, python: str) -> None:
+@dataclass(frozen=True)
+class BatchPlan:
+    """What the batch script is to run.
+
+    Attributes:
+        program: command line of the controller; None if it runs outside of the allocation.
+        python: shell words that start Python on the nodes.
+        address: option for `find_address` on each node; None takes the address that reaches the controller.
+        requeue: whether the job starts again when its head is lost, rather than ending.
+        srun_args: further options of the srun that starts a host.
+        preflight: shell commands that must succeed on a node before its agent starts.
+        container: in which program and agents run; None for none.
+    """
+
+    program: tuple[str, ...] | None
+    python: str
+    address: str | None = None
+    requeue: bool = False
+    srun_args: tuple[str, ...] = ()
+    preflight: tuple[str, ...] = ()
+    container: Container | None = None
+
+    def host_command(self, folder: JobFolder, node: str, index: int, group: int | None = None) -> list[str]:
+        """Return the command line of the step of host ``node``; ``group`` is its component of a heterogeneous job."""
+        options = [f"--address={self.address}"] if self.address is not None else []
+        options += ["--requeue"] if self.requeue else []
+        options += ["--outside"] if self.program is None else []
+        options += [f"--preflight={command}" for command in self.preflight]
+        return step_command(
+            folder, node, index, shlex.split(self.python), options, self.srun_args, self.container, group
+        )
+
+
+def run_batch(folder: str, plan: BatchPlan) -> None:
     """Run a job until it ends; submitit calls this in the batch script.
 
     Args:
         folder: of the job.
-        program: command line of the controller; None if it runs outside of the allocation.
-        address: option for `find_address` on each node; None takes the address that reaches the controller.
-        requeue: whether the job starts again when its head is lost, rather than ending.
-        python: shell words that start Python on the nodes.
 
     Raises:
         SystemExit: the program, or without one an agent, has failed.
     """
     set_up_log()
-    code = _Batch(JobFolder(Path(folder)), program, address, requeue, shlex.split(python)).run()
+    try:
+        code = _Batch(JobFolder(Path(folder)), plan).run()
+    except JobError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
     if code:
         raise SystemExit(code)
 
 
 class _Batch:
-    def __init__(
-        self, folder: JobFolder, program: Sequence[str] | None, address: str | None, requeue: bool, python: list[str]
-    ) -> None:
+    def __init__(self, folder: JobFolder, plan: BatchPlan) -> None:
         self._folder = folder
-        self._program = program
-        self._allocation = SlurmAllocation.from_env()
+        self._plan = plan
+        self._allocation = allocation = SlurmAllocation.from_env()
         self._signals = Signals()
-        options = [f"--address={address}"] if address is not None else []
-        options += ["--requeue"] if requeue else []
-        options += ["--outside"] if program is None else []
+        if allocation.restarts:
+            folder.forget_program()
         self._steps = Steps(
-            self._allocation, lambda name, index: step_command(folder, name, index, python, options), folder
+            allocation, lambda name, index: plan.host_command(folder, name, index, allocation.group_of(index)), folder
         )
 
     def run(self) -> int:
         try:
-            if self._program is None:
+            if self._plan.program is None:
                 self._steps.start()
                 return self._watch_steps()
-            controller = self._start_program(self._program)
+            controller = self._start_program(self._plan.program)
             self._steps.start()
             return self._watch_program(controller)
         finally:
@@ -94,10 +128,15 @@ class _Batch:
             BATCH_VARIABLE: "1",
             "PYTHONUNBUFFERED": "1",
         }
+        container = self._plan.container
+        command = list(program) if container is None else container.wrap(program, self._folder.path)
+        if container is not None and container.in_srun:
+            env = {**step_environment(env, self._folder)}
+            command = program_step(self._folder, self._allocation, command, container)
         try:
-            return start_child(program, env, log)
+            return start_child(command, env, log)
         except OSError as error:
-            message = f"error: cannot start {program[0]} on {self._allocation.node_name}: {error.strerror}\n"
+            message = f"error: cannot start {command[0]} on {self._allocation.node_name}: {error.strerror}\n"
             os.write(log, message.encode())
             self._folder.write_exit_code(CANNOT_START)
             raise SystemExit(CANNOT_START) from None
@@ -112,7 +151,7 @@ class _Batch:
                 stop_told = True
             if self._signals.limit_near:
                 logger.warning("the time limit is near: asking the program to end")
-                controller.terminate()
+                self._ask_to_end(controller)
                 self._signals.limit_near = False
             self._steps.check(again=not self._signals.stop)
             self._signals.wait(CHECK_SECONDS)
@@ -122,6 +161,12 @@ class _Batch:
         self._folder.controller_file.unlink(missing_ok=True)  # agents that have missed its last word end by this
         self._folder.admin_file.unlink(missing_ok=True)
         return code
+
+    def _ask_to_end(self, controller: subprocess.Popen[bytes]) -> None:
+        if self._plan.container is None or not self._plan.container.in_srun:
+            controller.terminate()
+        else:  # srun does not pass a SIGTERM on, but kills its step
+            signal_program_step(self._allocation.job_id)
 
     def _watch_steps(self) -> int:
         while self._steps.active and not self._signals.stop:

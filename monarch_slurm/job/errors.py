@@ -45,6 +45,10 @@ class HostStartError(JobError):
     """Read the log: a host's agent did not come up. The text names the host and quotes its last lines."""
 
 
+class PreflightError(JobError):
+    """Mend the node or leave it out: a pre-flight command failed there. The text quotes what it said."""
+
+
 class AddressError(JobError, ConfigError):
     """Change the address option: this machine has no such interface or address, or no route."""
 

@@ -50,6 +50,13 @@ class JobFolder:
             raise JobFolderError(f"cannot make a folder for the job in {base}: {error.strerror}") from None
         return folder
 
+    def make_task(self, index: int) -> JobFolder:
+        """Make and return the folder of one task of an array, in this one, which is that of the array."""
+        task = JobFolder(self.path / str(index))
+        task.path.mkdir(mode=0o700)
+        task.logs.mkdir()
+        return task
+
     def remove(self) -> None:
         """Remove the folder and all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -111,6 +118,11 @@ class JobFolder:
             return int(self.exit_code_file.read_text())
         except (FileNotFoundError, ValueError):
             return None
+
+    def forget_program(self) -> None:
+        """Remove what the job's program left here when the job was started before."""
+        self.exit_code_file.unlink(missing_ok=True)
+        self.controller_file.unlink(missing_ok=True)
 
     def write_exit_code(self, code: int) -> None:
         """Tell that the controller's program has ended; to be seen on every node, also after a crash."""

@@ -12,7 +12,7 @@ from typing import TextIO
 from monarch_slurm.job.diagnosis import why_ended
 from monarch_slurm.job.errors import JobNotFoundError, SlurmUnreachableError
 from monarch_slurm.job.folder import JobFolder
-from monarch_slurm.job.status import LONGEST_POLL, NOT_FOUND_GRACE, JobStatus, Phase, query
+from monarch_slurm.job.status import LONGEST_POLL, NOT_FOUND_GRACE, JobId, JobStatus, Phase, query
 
 LOG_SECONDS = 0.2
 """Pause between two looks at the log."""
@@ -54,11 +54,11 @@ def print_notice(text: str) -> None:
 
 
 def follow_job(
-    job_id: int,
+    job_id: JobId,
     folder: JobFolder,
     out: TextIO,
     notice: Callable[[str], None] = print_notice,
-    ask: Callable[[int], JobStatus] = query,
+    ask: Callable[[JobId], JobStatus] = query,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:

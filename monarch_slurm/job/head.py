@@ -15,7 +15,7 @@ from monarch_slurm.job.allocation import SlurmAllocation
 from monarch_slurm.job.errors import NodeListError, NoSlurmError, SlurmUnreachableError
 from monarch_slurm.job.folder import JobFolder
 from monarch_slurm.job.nodelist import expand
-from monarch_slurm.job.status import PHASES, Phase, Run, run_command
+from monarch_slurm.job.status import PHASES, JobId, Phase, Run, run_command
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def poll_seconds(nodes: int) -> tuple[float, float]:
     return random.uniform(0, spread), max(LEAST_POLL_SECONDS, spread)  # noqa: S311 - so that not all ask at once
 
 
-def head_state(job_id: int, run: Run = run_command) -> Head:
+def head_state(job_id: JobId, run: Run = run_command) -> Head:
     """Ask Slurm whether the node of the batch script is still one of the job's nodes and answers."""
     try:
         job = run(["squeue", "-h", "-j", str(job_id), "-o", "%T|%B|%N"]).stdout.strip()
@@ -68,7 +68,7 @@ def ask_quickly(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return run_command(command, QUICK_SECONDS)
 
 
-def job_nodes(job_id: int, run: Run = ask_quickly) -> set[str] | None:
+def job_nodes(job_id: JobId, run: Run = ask_quickly) -> set[str] | None:
     """Return the nodes that a job still has; None if Slurm does not tell."""
     try:
         listed = run(["squeue", "-h", "-j", str(job_id), "-o", "%N"]).stdout.strip()

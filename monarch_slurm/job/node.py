@@ -18,12 +18,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from monarch_slurm.host.agent import ENDED, LEASE_EXPIRED
 from monarch_slurm.job.address import find_address
 from monarch_slurm.job.allocation import SlurmAllocation
-from monarch_slurm.job.errors import JobError
+from monarch_slurm.job.errors import JobError, PreflightError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.job.head import Head, end_without_head, head_state, poll_seconds
 from monarch_slurm.job.processes import end_processes, find_processes
@@ -57,10 +58,12 @@ def main() -> int:
     parser.add_argument("--address", help="interface, network or IP address of this node that others dial")
     parser.add_argument("--requeue", action="store_true", help="start the job again when its head is lost")
     parser.add_argument("--outside", action="store_true", help="the controller runs outside of the allocation")
+    parser.add_argument("--preflight", action="append", default=[], help="command that must succeed before the agent")
     options = parser.parse_args()
     set_up_log()
-    _restore_environment(options.index)
     try:
+        _restore_environment(options.index)
+        check_preflight(options.preflight)
         return _Task(JobFolder(options.folder), options.address, options.requeue, options.outside).run()
     except JobError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -71,10 +74,26 @@ def _restore_environment(index: int) -> None:
     """Make the environment that of the only step of the job, with one task on each node."""
     for name, value in json.loads(os.environ.pop(HIDDEN_VARIABLE, "{}")).items():
         os.environ.setdefault(name, value)
-    count = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    count = str(len(SlurmAllocation.from_env().nodes))
     os.environ.update(dict.fromkeys(("SLURM_NODEID", "SLURM_PROCID", "SLURM_GTIDS"), str(index)))
     os.environ.update(dict.fromkeys(("SLURM_NNODES", "SLURM_NTASKS", "SLURM_NPROCS"), count))
     os.environ["SLURM_TASKS_PER_NODE"] = f"1(x{count})"
+
+
+def check_preflight(commands: Sequence[str]) -> None:
+    """Run shell commands one after the other.
+
+    Raises:
+        PreflightError: one has failed; what it said is in the text.
+    """
+    for command in commands:
+        done = subprocess.run(["bash", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        if done.returncode != 0:
+            said = done.stdout.decode(errors="replace").strip()
+            raise PreflightError(
+                f"pre-flight command {command!r} failed with {describe_code(done.returncode)}"
+                + (f": {said}" if said else "")
+            )
 
 
 class _Task:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import ipaddress
 import logging
 import os
 import re
+import shlex
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from monarch_slurm.job.address import find_address
 from monarch_slurm.job.allocation import SlurmAllocation
 from monarch_slurm.job.base import BatchJob, JobState, JobTrait, Script, check_meshes, program_arguments
+from monarch_slurm.job.batch import BatchPlan
+from monarch_slurm.job.container import Container
 from monarch_slurm.job.diagnosis import failed_hosts, host_problem, why_ended
 from monarch_slurm.job.errors import (
     HostsTakenError,
@@ -26,8 +31,9 @@ from monarch_slurm.job.errors import (
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder, write_whole
 from monarch_slurm.job.follow import follow_job, print_notice
 from monarch_slurm.job.nodelist import expand
-from monarch_slurm.job.status import JobStatus, Phase, query, run_command, wait_for_start
-from monarch_slurm.job.submission import SlurmRequest, default_python, render, submit
+from monarch_slurm.job.request import NodeSpec, SlurmRequest, split_meshes
+from monarch_slurm.job.status import JobId, JobStatus, Phase, query, run_command, wait_for_start
+from monarch_slurm.job.submission import default_python, render, submit, submit_array
 from monarch_slurm.job.supervisor import BATCH_VARIABLE
 
 if TYPE_CHECKING:
@@ -48,7 +54,8 @@ class SlurmJob(JobTrait):
     The job goes on when a node other than the head is lost. Everything about it is in `folder`.
 
     Args:
-        meshes: name and number of nodes of each mesh; nodes are dealt out in this order.
+        meshes: name and number of nodes of each mesh; nodes are dealt out in this order. A `NodeSpec` in place of a
+            number asks for nodes of another kind, and makes the job a heterogeneous one.
         python_exe: command that starts Python on the nodes, in shell words; None takes the Python that runs here.
         slurm_args: further options of sbatch, as on its command line; they win over the others.
         job_name: Slurm's name of the job.
@@ -61,8 +68,19 @@ class SlurmJob(JobTrait):
         job_start_timeout: seconds that `state` waits in the queue; None waits without limit.
         address: what others dial on each machine of the job: interface, network or IP address; None takes the one that
             reaches the others.
-        setup: shell lines for the head node before the agents start, such as ``module load rocm``.
-        requeue: whether the job starts again from the beginning after its head node is lost, on what nodes there are.
+        gres, constraint, nodelist, exclude, reservation, dependency, comment: as sbatch takes them.
+        modules: environment modules to load before program and agents start.
+        venv: folder of a virtual environment to activate there; ``python`` then is its Python.
+        conda: name or folder of a conda environment to activate, likewise.
+        env: environment variables of program and agents.
+        setup: further shell lines for the head node before the agents start, such as ``ulimit -n 65536``.
+        preflight: shell commands that must succeed on a node before its agent starts; a host whose command fails is
+            named with what the command said.
+        srun_args: further options of the srun that starts each host, such as ``--network=``.
+        container: image that program and agents run in: a path, or a `Container`.
+        notice: seconds before the time limit at which the client script gets SIGTERM; None takes a minute, or a
+            quarter of a short limit.
+        requeue: whether the job starts again after its head node is lost, on what nodes there are.
         bind_to: an IP address; the same as ``address``.
         monarch_port: ignored: ports are chosen by the system, so that jobs on one node cannot collide.
         out_of_cluster: ignored: agents dial the controller, so there is no gateway to choose.
@@ -74,7 +92,7 @@ class SlurmJob(JobTrait):
 
     def __init__(
         self,
-        meshes: dict[str, int],
+        meshes: Mapping[str, int | NodeSpec],
         python_exe: str | None = None,
         slurm_args: Sequence[str] = (),
         monarch_port: int = 0,
@@ -95,11 +113,27 @@ class SlurmJob(JobTrait):
         bind_to: str | None = None,
         *,
         address: str | None = None,
+        gres: str | None = None,
+        constraint: str | None = None,
+        nodelist: str | None = None,
+        exclude: str | None = None,
+        reservation: str | None = None,
+        dependency: str | None = None,
+        comment: str | None = None,
+        modules: Sequence[str] = (),
+        venv: str | None = None,
+        conda: str | None = None,
+        env: Mapping[str, str] | None = None,
         setup: Sequence[str] = (),
+        preflight: Sequence[str] = (),
+        srun_args: Sequence[str] = (),
+        container: str | Container | None = None,
+        notice: int | None = None,
         requeue: bool = False,
     ) -> None:
         super().__init__()
-        self._meshes = check_meshes(meshes)
+        sizes, components = split_meshes(meshes)
+        self._meshes = check_meshes(sizes)
         if ntasks_per_node < 1:
             raise JobSpecError(f"ntasks_per_node is {ntasks_per_node}; at least 1 expected")
         if ntasks_per_node > 1:
@@ -109,8 +143,10 @@ class SlurmJob(JobTrait):
         self._request = SlurmRequest(
             nodes=sum(self._meshes.values()),
             job_name=job_name,
-            python=python_exe or default_python(),
+            python=python_exe or ("python" if venv or conda else default_python()),
+            components=components,
             slurm_args=tuple(slurm_args),
+            srun_args=tuple(srun_args),
             time_limit=None if time_limit is None else str(time_limit),
             partition=partition,
             exclusive=exclusive,
@@ -119,19 +155,49 @@ class SlurmJob(JobTrait):
             mem=mem,
             account=account,
             qos=qos,
+            gres=gres,
+            constraint=constraint,
+            nodelist=nodelist,
+            exclude=exclude,
+            reservation=reservation,
+            dependency=dependency,
+            comment=comment,
+            env=dict(env or {}),
+            modules=tuple(modules),
+            venv=venv,
+            conda=conda,
             setup=tuple(setup),
+            preflight=tuple(preflight),
+            container=Container(container) if isinstance(container, str) else container,
+            notice=notice,
             requeue=requeue,
         )
         self._address = address
         self._log_dir = Path(log_dir or DEFAULT_LOG_DIR)
         self._start_timeout = job_start_timeout
-        self._job_id: int | None = None
+        self._job_id: JobId | None = None
         self._folder: JobFolder | None = None
         self._connected: JobState | None = None
 
+    def add_mesh(self, name: str, num_nodes: int | NodeSpec) -> None:
+        """Ask for one more mesh, before the job is applied.
+
+        Raises:
+            JobError: it has been applied already.
+            JobSpecError: there is a mesh of this name, or the number makes no sense.
+        """
+        if self.active:
+            raise JobError(f"{self!r} has been applied; a mesh cannot be added any more")
+        if name in self._meshes:
+            raise JobSpecError(f"this job has a mesh named {name!r} already")
+        kinds = self._request.components or [*self._meshes.values()]
+        sizes, components = split_meshes({**dict(zip(self._meshes, kinds, strict=True)), name: num_nodes})
+        self._meshes = check_meshes(sizes)
+        self._request = replace(self._request, nodes=sum(sizes.values()), components=components)
+
     @property
-    def job_id(self) -> int:
-        """Slurm's number of the job.
+    def job_id(self) -> JobId:
+        """Slurm's number of the job; for a task of an array a text such as ``"12_3"``.
 
         Raises:
             JobError: it has not been submitted.
@@ -161,7 +227,76 @@ class SlurmJob(JobTrait):
         Raises:
             NoSlurmError: Slurm's commands are not here.
         """
-        return render(self._request, JobFolder(self._log_dir.absolute() / "JOB_FOLDER"))
+        return render(self._request, self._pretended_folder())
+
+    def dry_run(self, client_script: Script | None = None) -> str:
+        """Return `script`, and as comments below it what the script runs: the client script, and a step per host.
+
+        Raises:
+            NoSlurmError: Slurm's commands are not here.
+        """
+        folder = self._pretended_folder()
+        plan = self._plan(client_script)
+        group = 0 if self._request.components else None
+        lines = [] if plan.program is None else [f"# on the head node: {shlex.join(plan.program)}"]
+        lines.append(f"# for each host: {shlex.join(plan.host_command(folder, 'NODE', 0, group))}")
+        return self.script() + "\n".join(["", *lines, ""])
+
+    def _pretended_folder(self) -> JobFolder:
+        return JobFolder(self._log_dir.absolute() / "JOB_FOLDER")
+
+    def _plan(self, client_script: Script | None) -> BatchPlan:
+        request = self._request
+        inside = request.python if request.container is None else request.container.python
+        return BatchPlan(
+            program=None if client_script is None else tuple(program_arguments(client_script, inside)),
+            python=request.python,
+            address=self._address,
+            requeue=request.requeue,
+            srun_args=request.srun_args,
+            preflight=request.preflight,
+            container=request.container,
+        )
+
+    def apply_array(self, client_scripts: Sequence[Script], parallel: int | None = None) -> list[SlurmJob]:
+        """Submit one job for each of ``client_scripts``, all alike, as one array of Slurm; return them.
+
+        This object itself stays as it is.
+
+        Args:
+            parallel: how many may run at a time; None does not limit it.
+
+        Raises:
+            JobSpecError: there is no script, or the job is heterogeneous.
+            NoSlurmError, SubmitError
+        """
+        if not client_scripts:
+            raise JobSpecError("an array needs at least one client script")
+        if self._request.components:
+            raise JobSpecError("Slurm has no arrays of heterogeneous jobs; apply them one by one")
+        folder = JobFolder.create(self._log_dir, self._request.job_name)
+        tasks, plans = [], []
+        try:
+            for index, script in enumerate(client_scripts):
+                task = copy.copy(self)
+                task._folder = folder.make_task(index)
+                task._job_id = None
+                write_whole(task._folder.job_pickle, BatchJob(task).dumps())
+                tasks.append(task)
+                plans.append((task._folder, self._plan(script)))
+            array_id = submit_array(self._request, folder, plans, parallel or len(tasks))
+        except JobError:
+            folder.remove()
+            raise
+        folder.link_as(array_id)
+        for index, task in enumerate(tasks):
+            task._adopt(f"{array_id}_{index}")
+        return tasks
+
+    def _adopt(self, job_id: JobId) -> None:
+        """Become the job of Slurm that has this id."""
+        self._job_id = job_id
+        self._mark_applied()
 
     def status(self) -> JobStatus:
         """Return what Slurm says about the job now.
@@ -180,12 +315,12 @@ class SlurmJob(JobTrait):
         return follow_job(self.job_id, self._job_folder, out)
 
     def _create(self, client_script: Script | None) -> None:
-        program = None if client_script is None else program_arguments(client_script, self._request.python)
+        plan = self._plan(client_script)
         folder = JobFolder.create(self._log_dir, self._request.job_name)
         self._folder = folder
         try:
             write_whole(folder.job_pickle, BatchJob(self).dumps())
-            self._job_id = submit(self._request, folder, program, self._address)
+            self._job_id = int(submit(self._request, folder, plan))
         except JobError:
             self._folder = None
             folder.remove()

@@ -67,6 +67,9 @@ STUCK = {
 }
 """Reasons for which a job waits for ever unless somebody changes something."""
 
+JobId = int | str
+"""Slurm's number of a job; ``"12_3"`` is a task of an array."""
+
 Run = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 
 
@@ -98,7 +101,7 @@ class JobStatus:
         source: the command that answered.
     """
 
-    job_id: int
+    job_id: JobId
     state: str
     reason: str = ""
     nodes: str = ""
@@ -122,7 +125,7 @@ class JobStatus:
         return text
 
 
-def query(job_id: int, run: Run = run_command) -> JobStatus:
+def query(job_id: JobId, run: Run = run_command) -> JobStatus:
     """Return what Slurm knows of the job now.
 
     Raises:
@@ -150,7 +153,7 @@ def _known(text: str) -> str:
     return "" if text.strip("()") in ("", "None", "N/A", "null", "Unknown") else text
 
 
-def _from_squeue(job_id: int, run: Run) -> JobStatus | None:
+def _from_squeue(job_id: JobId, run: Run) -> JobStatus | None:
     answer = _answer(["squeue", "-h", "--states=all", "-j", str(job_id), "-o", "%T|%S|%N|%r"], run)
     if not answer:
         return None
@@ -158,7 +161,7 @@ def _from_squeue(job_id: int, run: Run) -> JobStatus | None:
     return JobStatus(job_id, state, _known(reason), _known(nodes), _known(start))
 
 
-def _from_scontrol(job_id: int, run: Run) -> JobStatus | None:
+def _from_scontrol(job_id: JobId, run: Run) -> JobStatus | None:
     answer = _answer(["scontrol", "show", "job", "-o", str(job_id)], run)
     fields = dict(re.findall(r"\b(JobState|Reason|NodeList|StartTime|ExitCode)=(\S*)", answer))
     if "JobState" not in fields:
@@ -174,7 +177,7 @@ def _from_scontrol(job_id: int, run: Run) -> JobStatus | None:
     return replace(status, exit_code=_exit_code(fields.get("ExitCode", ""))) if status.phase is Phase.ENDED else status
 
 
-def _from_sacct(job_id: int, run: Run) -> JobStatus:
+def _from_sacct(job_id: JobId, run: Run) -> JobStatus:
     unknown = JobNotFoundError(f"Slurm knows no job {job_id} (any more)")
     if shutil.which("sacct") is None and run is run_command:
         raise unknown
@@ -204,7 +207,7 @@ class StartWatch:
         began: time of the first look, seconds.
     """
 
-    def __init__(self, job_id: int, timeout: float | None, began: float) -> None:
+    def __init__(self, job_id: JobId, timeout: float | None, began: float) -> None:
         self._job_id = job_id
         self._timeout = timeout
         self._began = began
@@ -246,10 +249,10 @@ class StartWatch:
 
 
 def wait_for_start(
-    job_id: int,
+    job_id: JobId,
     timeout: float | None,
     notice: Callable[[str], None],
-    ask: Callable[[int], JobStatus] = query,
+    ask: Callable[[JobId], JobStatus] = query,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> JobStatus:

@@ -13,6 +13,7 @@ import enum
 import json
 import logging
 import os
+import shlex
 import subprocess
 import tempfile
 import time
@@ -22,10 +23,11 @@ from typing import IO
 
 from monarch_slurm.host.agent import FENCED, LEASE_EXPIRED
 from monarch_slurm.job.allocation import SlurmAllocation, gpus_of_nodes
+from monarch_slurm.job.container import Container
 from monarch_slurm.job.errors import NodeListError, NoSlurmError, SlurmUnreachableError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.job.head import ask_quickly, job_nodes
-from monarch_slurm.job.status import Run
+from monarch_slurm.job.status import Run, run_command
 from monarch_slurm.job.supervisor import CHECK_SECONDS, describe_code, start_child
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,9 @@ START_SECONDS = 30.0
 SLURM_FAILED = 250
 """Exit code of srun when not the task but Slurm has failed; srun takes it from ``SLURM_EXIT_ERROR``."""
 
+PROGRAM_STEP = "program"
+"""Slurm's name of the step of a program that srun has to start."""
+
 _SEEN_BY_SRUN = (
     "SLURM_JOB",
     "SLURM_CONF",
@@ -56,6 +61,7 @@ _SEEN_BY_SRUN = (
     "SLURM_SUBMIT_",
     "SLURM_RESTART_COUNT",
     "SLURM_ARRAY_",
+    "SLURM_HET_",
     "SLURM_JWT",
     "SLURM_NODE_ALIASES",
 )
@@ -86,15 +92,61 @@ def judge(code: int, said: str, lived: float) -> Verdict:
 
 
 def step_command(
-    folder: JobFolder, node: str, index: int, python: Sequence[str], options: Sequence[str] = ()
+    folder: JobFolder,
+    node: str,
+    index: int,
+    python: Sequence[str],
+    options: Sequence[str] = (),
+    srun_args: Sequence[str] = (),
+    container: Container | None = None,
+    group: int | None = None,
 ) -> list[str]:
-    """Return the command line that runs `monarch_slurm.job.node` on one node, with all that the job has there.
+    """Return the command line that runs `monarch_slurm.job.node` on one node, with all that the job has there."""
+    task = ["-u", "-m", "monarch_slurm.job.node", f"--folder={folder.path}", f"--index={index}", *options]
+    if container is None:
+        command = [*python, *task]
+    else:
+        command = container.wrap([*shlex.split(container.python), *task], folder.path)
+        srun_args = [*container.srun_args(folder.path), *srun_args]
+    return [
+        *_srun(node, group),
+        "--job-name=host",
+        # with %N the node writes the file itself, so that it outlives srun
+        f"--output={folder.logs}/%N.log",
+        "--open-mode=append",
+        *srun_args,
+        *command,
+    ]
+
+
+def program_step(
+    folder: JobFolder, allocation: SlurmAllocation, command: Sequence[str], container: Container
+) -> list[str]:
+    """Return the command line that runs the program in a step on the head node: for a container that srun starts."""
+    srun = _srun(allocation.node_name, allocation.group_of(0))
+    return [*srun, f"--job-name={PROGRAM_STEP}", "--unbuffered", *container.srun_args(folder.path), *command]
+
+
+def signal_program_step(job_id: int, run: Run = run_command) -> None:
+    """Send SIGTERM to the step of the program."""
+    try:
+        for line in run(["squeue", "-s", "-h", "-j", str(job_id), "-o", "%i|%j"]).stdout.splitlines():
+            step, _, name = line.partition("|")
+            if name == PROGRAM_STEP:
+                run(["scancel", "--signal=TERM", step])
+    except (NoSlurmError, SlurmUnreachableError) as error:
+        logger.warning("cannot tell the program that the time limit is near: %s", error)
+
+
+def _srun(node: str, group: int | None) -> list[str]:
+    """Return srun and its options for one task on ``node``.
 
     Without ``--exact`` and ``--cpus-per-task`` (which implies it) a step gets all CPUs of its node, and without a wish
     for GPUs all that the job has asked for; ``--mem=0`` is the job's memory.
     """
     return [
         "srun",
+        *([] if group is None else [f"--het-group={group}"]),
         "--nodes=1",
         "--ntasks=1",
         f"--nodelist={node}",
@@ -104,17 +156,6 @@ def step_command(
         "--mpi=none",
         "--input=none",
         "--export=ALL",
-        "--job-name=host",
-        # with %N the node writes the file itself, so that it outlives srun
-        f"--output={folder.logs}/%N.log",
-        "--open-mode=append",
-        *python,
-        "-u",
-        "-m",
-        "monarch_slurm.job.node",
-        f"--folder={folder.path}",
-        f"--index={index}",
-        *options,
     ]
 
 

@@ -13,82 +13,23 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import submitit
 
-from monarch_slurm.job.batch import run_batch
-from monarch_slurm.job.errors import JobSpecError, NoSlurmError, SubmitError
+from monarch_slurm.job.batch import BatchPlan, run_batch
+from monarch_slurm.job.errors import NoSlurmError, SubmitError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
+from monarch_slurm.job.request import NodeSpec, SlurmRequest, option_lines
 from monarch_slurm.job.status import Run, run_command
 
 LIMIT_NOTICE = 60
 """Seconds before the time limit at which the program is asked to end; Slurm may be up to a minute early."""
 
-_TIME_LIMIT = re.compile(r"(?:[0-9]+-)?[0-9]+(?::[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
-
 _INHERITED = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SUBMITIT_", "PMI_", "PMIX_", FOLDER_VARIABLE)
 _KEPT = ("SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_WCKEY")
-
-
-@dataclass(frozen=True)
-class SlurmRequest:
-    """What is asked of Slurm, whatever the hosts are for.
-
-    Attributes:
-        nodes: how many.
-        time_limit: as ``sbatch --time`` takes it; None leaves it to the partition.
-        slurm_args: further options of sbatch, each as on its command line; they win over all others.
-        setup: shell lines for the head node before the program and the agents start, for modules and the like.
-        python: command that starts Python on the nodes.
-        requeue: whether the job starts again from the beginning after its head node is lost.
-    """
-
-    nodes: int
-    job_name: str
-    python: str
-    slurm_args: tuple[str, ...] = ()
-    time_limit: str | None = None
-    partition: str | None = None
-    exclusive: bool = True
-    gpus_per_node: int | None = None
-    cpus_per_task: int | None = None
-    mem: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    setup: tuple[str, ...] = ()
-    requeue: bool = False
-
-    def __post_init__(self) -> None:
-        if self.time_limit is not None and not _TIME_LIMIT.fullmatch(self.time_limit):
-            raise JobSpecError(
-                f"time limit {self.time_limit!r}: write minutes, hours:minutes:seconds, days-hours or "
-                "days-hours:minutes:seconds"
-            )
-        option_lines(self.slurm_args)
-
-
-def option_lines(arguments: Sequence[str]) -> list[str]:
-    """Return sbatch's options in ``arguments``, one per line; ``["-C", "mi300"]`` may also be ``["-C mi300"]``.
-
-    Raises:
-        JobSpecError: a value has no option before it, or an argument has a line break.
-    """
-    lines: list[str] = []
-    for argument in arguments:
-        if "\n" in argument:
-            raise JobSpecError(f"the Slurm option {argument!r} has a line break")
-        if argument.startswith("-"):
-            name, blank, value = argument.partition(" ")
-            separate_value = blank and "=" not in name
-            lines.append(f"{name} {shlex.quote(value)}" if separate_value else shlex.quote(argument))
-        elif lines and " " not in lines[-1] and "=" not in lines[-1]:
-            lines[-1] += f" {shlex.quote(argument)}"
-        else:
-            raise JobSpecError(f"Slurm option {argument!r}: an option starts with '-', such as --constraint=mi300")
-    return lines
 
 
 class _Executor(submitit.SlurmExecutor):
@@ -105,6 +46,23 @@ class _Executor(submitit.SlurmExecutor):
         unset = [item for name in inherited_variables(os.environ) for item in ("-u", name)]
         return [*(["env", *unset] if unset else []), "sbatch", str(submission_file_path)]
 
+    def submit_calls(self, calls: Sequence[tuple[Any, ...]]) -> str:
+        """Submit one array whose tasks call `run_batch`, each with its arguments; return Slurm's number of the array.
+
+        submitit's own arrays are submitted by an executor of its own class, which inherits what an enclosing job set.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        pickles = []
+        for index, arguments in enumerate(calls):
+            pickles.append(self.folder / f"{index}.pkl")
+            submitit.core.utils.DelayedSubmission(run_batch, *arguments).dump(pickles[-1])
+        self.parameters["map_count"] = len(calls)
+        array_id = str(self._submit_command(self._submitit_command_str).job_id)
+        for index, pickle in enumerate(pickles):
+            paths = submitit.core.utils.JobPaths(self.folder, job_id=f"{array_id}_{index}")
+            paths.move_temporary_file(pickle, "submitted_pickle")
+        return array_id
+
 
 def inherited_variables(env: Mapping[str, str]) -> list[str]:
     """Return the names of the variables in ``env`` that an enclosing job has set and that would shape a new one.
@@ -116,41 +74,79 @@ def inherited_variables(env: Mapping[str, str]) -> list[str]:
     return sorted(name for name in env if name.startswith(_INHERITED) and name not in _KEPT)
 
 
-def _executor(request: SlurmRequest, folder: JobFolder) -> _Executor:
+def _executor(request: SlurmRequest, folder: JobFolder, parallel: int | None = None) -> _Executor:
     executor = _Executor(folder.submitit, python=request.python)
-    restart = f'[ -z "${{SLURM_RESTART_COUNT:-}}" ] || rm -f {_quote(folder.exit_code_file, folder.controller_file)}'
+    first = request.components[0] if request.components else NodeSpec(request.nodes)
     executor.update_parameters(
+        **_node_parameters(request, first),
         job_name=request.job_name,
-        nodes=request.nodes,
         ntasks_per_node=1,
-        partition=request.partition,
         time=request.time_limit,
-        exclusive=True if request.exclusive else None,
-        gpus_per_node=request.gpus_per_node,
-        cpus_per_task=request.cpus_per_task,
-        mem=request.mem,
         account=request.account,
         qos=request.qos,
+        dependency=request.dependency,
+        comment=request.comment,
         wckey=None,
         stderr_to_stdout=True,
+        **({} if parallel is None else {"array_parallelism": parallel}),
         additional_parameters={
-            "output": str(folder.batch_log),
-            "no-kill": True,
-            "signal": f"B:USR2@{_notice_seconds(request.time_limit)}",  # to the batch script alone
-            ("requeue" if request.requeue else "no-requeue"): True,
+            "output": str(folder.batch_log if parallel is None else folder.path / "%a" / folder.batch_log.name),
+            **_common_parameters(request),
         },
         setup=[
-            *(f"#SBATCH {line}" for line in option_lines(request.slurm_args)),
-            *([restart] if request.requeue else []),
-            *request.setup,
+            *(f"#SBATCH {line}" for line in option_lines((*request.slurm_args, *first.slurm_args))),
+            *(line for spec in request.components[1:] for line in _component(request, spec)),
+            *request.prologue(),
         ],
         use_srun=False,
     )
     return executor
 
 
-def _quote(*paths: Path) -> str:
-    return " ".join(shlex.quote(str(path)) for path in paths)
+def _node_parameters(request: SlurmRequest, spec: NodeSpec) -> dict[str, Any]:
+    """Return what is asked of the nodes of ``spec``, as `submitit.SlurmExecutor` takes it."""
+    wishes = {
+        name: getattr(request, name) if getattr(spec, name) is None else getattr(spec, name)
+        for name in (
+            "partition", "gpus_per_node", "cpus_per_task", "mem", "constraint", "gres", "nodelist", "exclude",
+            "exclusive",
+        )
+    }  # fmt: skip
+    return {**wishes, "nodes": spec.nodes, "exclusive": True if wishes["exclusive"] else None}
+
+
+def _common_parameters(request: SlurmRequest) -> dict[str, Any]:
+    """Return the options that submitit lacks."""
+    notice = _notice_seconds(request.time_limit) if request.notice is None else request.notice
+    return {
+        "no-kill": True,
+        "signal": f"B:USR2@{notice}",  # to the batch script alone
+        ("requeue" if request.requeue else "no-requeue"): True,
+        **({} if request.reservation is None else {"reservation": request.reservation}),
+    }
+
+
+def _component(request: SlurmRequest, spec: NodeSpec) -> list[str]:
+    """Return the lines that ask for one more component: Slurm inherits some options from the first, and not others."""
+    nodes = _node_parameters(request, spec)
+    options = {
+        **nodes,
+        "exclude": nodes["exclude"] or "",
+        "ntasks-per-node": 1,
+        "time": request.time_limit,
+        "account": request.account,
+        "qos": request.qos,
+        **_common_parameters(request),
+    }
+    lines = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f"={shlex.quote(str(value))}")
+        for name, value in sorted(options.items())
+        if value is not None
+    ]
+    return [
+        "#SBATCH hetjob",
+        *(f"#SBATCH {line}" for line in (*lines, *option_lines((*request.slurm_args, *spec.slurm_args)))),
+    ]
 
 
 def _notice_seconds(time_limit: str | None) -> int:
@@ -180,34 +176,60 @@ def check_commands() -> None:
         )
 
 
-def submit(request: SlurmRequest, folder: JobFolder, program: Sequence[str] | None, address: str | None) -> int:
+def submit(request: SlurmRequest, folder: JobFolder, plan: BatchPlan) -> str:
     """Submit a job whose tasks are host agents; return its id.
-
-    Args:
-        program: command line of the controller, to be run on the head node; None if it runs elsewhere.
-        address: option for `find_address` on each node.
 
     Raises:
         NoSlurmError: there is no Slurm here.
         SubmitError: Slurm refuses the request.
     """
+    executor = _checked_executor(request, folder)
+    with _explained(request):
+        job_id = str(executor.submit(run_batch, str(folder.path), plan).job_id)
+    _link_script(folder, job_id)
+    return job_id
+
+
+def submit_array(
+    request: SlurmRequest, folder: JobFolder, tasks: Sequence[tuple[JobFolder, BatchPlan]], parallel: int
+) -> str:
+    """Submit an array of jobs that differ in their programs, ``parallel`` of them at a time; return the array's id.
+
+    Raises:
+        NoSlurmError, SubmitError
+    """
+    executor = _checked_executor(request, folder, parallel)
+    with _explained(request):
+        job_id = executor.submit_calls([(str(task.path), plan) for task, plan in tasks])
+    _link_script(folder, job_id)
+    return job_id
+
+
+def _checked_executor(request: SlurmRequest, folder: JobFolder, parallel: int | None = None) -> _Executor:
     check_commands()
     _check_node_count(request)
-    executor = _executor(request, folder)
+    return _executor(request, folder, parallel)
+
+
+@contextlib.contextmanager
+def _explained(request: SlurmRequest) -> Iterator[None]:
     try:
         # submitit prints what sbatch complains of, and raises it as well
         with contextlib.redirect_stderr(io.StringIO()):
-            command = None if program is None else list(program)
-            job = executor.submit(run_batch, str(folder.path), command, address, request.requeue, request.python)
+            yield
     except submitit.core.utils.FailedJobError as error:
         raise _explain(str(error), request) from None
-    script = folder.submitit / f"{job.job_id}_submission.sh"
+
+
+def _link_script(folder: JobFolder, job_id: str) -> None:
+    script = folder.submitit / f"{job_id}_submission.sh"
     folder.submission_script.symlink_to(os.path.relpath(script, folder.path))
-    return int(job.job_id)
 
 
 def _check_node_count(request: SlurmRequest, run: Run = run_command) -> None:
     """Refuse what Slurm would accept and then leave in the queue for ever."""
+    if request.components:
+        return  # each may have a partition of its own, and sbatch refuses what no partition can give
     sizes = partition_sizes(run)
     wanted = (
         request.partition or os.environ.get("SBATCH_PARTITION") or next((n for n in sizes if n.endswith("*")), None)
@@ -256,6 +278,7 @@ def _wishes(request: SlurmRequest) -> str:
         "memory": request.mem,
     }
     listed = [f"{value} {name}" for name, value in wishes.items() if value is not None]
+    listed += [f"constraint {request.constraint}"] if request.constraint is not None else []
     listed += request.slurm_args
     return ", ".join(listed) or "no special wishes"
 

@@ -42,13 +42,35 @@ def test_outside_of_a_job_the_error_says_what_is_missing(missing: str) -> None:
     ("change", "match"),
     [
         ({"SLURM_JOB_NUM_NODES": "5"}, "names 4 nodes.*SLURM_JOB_NUM_NODES"),
-        ({"SLURMD_NODENAME": "login1"}, "login1, is not in"),
+        ({"SLURMD_NODENAME": "login1"}, "login1, is not one of"),
         ({"SLURM_NODEID": "x"}, "makes no sense"),
     ],
 )
 def test_an_allocation_that_contradicts_itself_is_refused(change: dict[str, str], match: str) -> None:
     with pytest.raises(AllocationError, match=match):
         SlurmAllocation.from_env({**STEP, **change})
+
+
+HET = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_NODELIST": "n5",  # in a step these tell of the step
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]",
+    "SLURM_JOB_NUM_NODES_HET_GROUP_0": "2",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "n5",
+    "SLURM_JOB_NUM_NODES_HET_GROUP_1": "1",
+    "SLURMD_NODENAME": "n5",
+}
+
+
+def test_the_components_of_a_heterogeneous_job_are_one_allocation() -> None:
+    allocation = SlurmAllocation.from_env(HET)
+    assert allocation.nodes == ("n1", "n2", "n5")
+    assert [allocation.group_of(index) for index in range(4)] == [0, 0, 1, None]
+    assert SlurmAllocation.from_env(STEP).group_of(0) is None
+    with pytest.raises(AllocationError, match="node n2 is in two components"):
+        SlurmAllocation.from_env({**HET, "SLURM_JOB_NODELIST_HET_GROUP_1": "n2", "SLURMD_NODENAME": "n2"})
 
 
 def test_the_gpus_of_each_node_are_read_from_the_details_of_a_job() -> None:

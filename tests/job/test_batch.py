@@ -15,8 +15,8 @@ FakeSlurm = Callable[..., Path]
 
 BATCH = """
 import sys
-from monarch_slurm.job.batch import run_batch
-run_batch(sys.argv[1], sys.argv[2:] or None, None, False, sys.executable)
+from monarch_slurm.job.batch import BatchPlan, run_batch
+run_batch(sys.argv[1], BatchPlan(tuple(sys.argv[2:]) or None, sys.executable))
 """
 
 SRUN = """

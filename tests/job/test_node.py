@@ -46,6 +46,13 @@ def test_a_node_ends_when_the_program_has_ended(node: Node) -> None:
     node.assert_gone()
 
 
+def test_pre_flight_commands_come_before_the_agent(node: Node) -> None:
+    task = node.start("--preflight", "true", "--preflight", "echo 7 of 8 GPUs; exit 3")
+    assert task.wait(DEADLINE) == 1
+    assert "'echo 7 of 8 GPUs; exit 3' failed with exit code 3: 7 of 8 GPUs" in node.log.read_text()
+    node.assert_gone()
+
+
 def test_sigterm_ends_a_node_at_once(node: Node) -> None:
     task = node.start()
     wait_until(lambda: bool(node.agents()), "the agent")

@@ -2,11 +2,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from monarch_slurm.job import JobFolderError, JobSpecError, NoSlurmError, SlurmJob, SubmitError
-from monarch_slurm.job.submission import inherited_variables, option_lines
+from monarch_slurm.job import (
+    Container,
+    JobError,
+    JobFolderError,
+    JobSpecError,
+    NodeSpec,
+    NoSlurmError,
+    SlurmJob,
+    SubmitError,
+)
+from monarch_slurm.job.request import option_lines
+from monarch_slurm.job.submission import inherited_variables
 
 RECORDED = Path(__file__).parent / "recorded"
 FakeSlurm = Callable[..., Path]
@@ -32,6 +43,33 @@ JOBS = {
         setup=["module load rocm", "export NCCL_DEBUG=WARN"],
         requeue=True,
     ),
+    "het": SlurmJob(
+        {
+            "trainers": NodeSpec(4, gpus_per_node=8, constraint="mi300x", exclude="n7"),
+            "data": NodeSpec(2, partition="cpu", mem="64G", exclusive=False, slurm_args=["--tmp=100G"]),
+            "eval": 1,
+        },
+        python_exe="python",
+        log_dir="/shared/runs",
+        partition="gpu",
+        time_limit="1-0",
+        reservation="night",
+        slurm_args=["--switches=1"],
+    ),
+    "site": SlurmJob(
+        {"hosts": 2},
+        log_dir="/shared/runs",
+        nodelist="n[1-4]",
+        dependency="afterok:12",
+        comment="two words",
+        gres="nvme:1",
+        modules=["rocm/6.4", "gcc"],
+        venv="/shared/my env",
+        env={"NCCL_DEBUG": "WARN", "MESSAGE": "it's here"},
+        setup=["ulimit -n 65536"],
+        notice=300,
+    ),
+    "conda": SlurmJob({"hosts": 2}, log_dir="/shared/runs", conda="train"),
 }
 
 
@@ -42,6 +80,106 @@ def test_the_script_is_the_recorded_one(name: str, fake_slurm: FakeSlurm, reques
     if request.config.getoption("--update"):
         path.write_text(JOBS[name].script())
     assert JOBS[name].script() == path.read_text()
+
+
+def test_a_dry_run_shows_the_script_and_what_it_runs(fake_slurm: FakeSlurm) -> None:
+    fake_slurm()
+    container = Container("/images/rocm.sif", mounts=["/data:/data:ro"], args=["--rocm"], python="python3.12")
+    job = SlurmJob(
+        {"hosts": 2},
+        python_exe="python",
+        log_dir="/shared/runs",
+        container=container,
+        preflight=["rocm-smi -a"],
+        srun_args=["--network=job_vni"],
+    )
+    folder = "/shared/runs/JOB_FOLDER"
+    inside = f"apptainer exec --bind={folder} --bind=/data:/data:ro --rocm /images/rocm.sif python3.12"
+    assert job.dry_run("train.py --steps 5") == (
+        f"{job.script()}\n"
+        "# on the head node: python3.12 train.py --steps 5\n"
+        "# for each host: srun --nodes=1 --ntasks=1 --nodelist=NODE --overlap --mem=0 --cpu-bind=none --mpi=none "
+        f"--input=none --export=ALL --job-name=host --output={folder}/logs/%N.log --open-mode=append "
+        f"--network=job_vni {inside} -u -m monarch_slurm.job.node --folder={folder} --index=0 "
+        "'--preflight=rocm-smi -a'\n"
+    )
+    assert "exec python -u -m submitit.core._submit" in job.script()
+
+
+def test_pyxis_starts_the_container_by_srun(fake_slurm: FakeSlurm) -> None:
+    fake_slurm()
+    container = Container("nvcr.io#rocm/pytorch", runtime="pyxis", mounts=["/data"])
+    job = SlurmJob({"a": NodeSpec(1), "b": 1}, log_dir="/shared/runs", container=container)
+    folder = "/shared/runs/JOB_FOLDER"
+    assert (
+        f"'--container-image=nvcr.io#rocm/pytorch' --container-mounts={folder}:{folder},/data:/data python3 -u -m "
+    ) in job.dry_run()
+    assert "srun --het-group=0 " in job.dry_run()
+
+
+@pytest.mark.parametrize(
+    ("image", "more", "match"),
+    [
+        ("docker://rocm/pytorch", {}, "say its runtime"),
+        ("x.sif", {"runtime": "podman"}, "there are apptainer"),
+        ("x.sif", {"mounts": ["data"]}, "mount 'data'"),
+    ],
+)
+def test_a_container_that_cannot_be_started_is_refused(image: str, more: dict[str, Any], match: str) -> None:
+    with pytest.raises(JobSpecError, match=match):
+        Container(image, **more)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"venv": "x", "conda": "y"}, "exclude each other"),
+        ({"notice": 0}, "notice is 0"),
+        ({"srun_args": ["pmix"]}, "srun argument 'pmix'"),
+        ({"env": {"A B": "1"}}, "environment variable 'A B'"),
+    ],
+)
+def test_wishes_that_make_no_sense_are_refused(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(JobSpecError, match=match):
+        SlurmJob({"hosts": 1}, **arguments)
+
+
+def test_meshes_can_be_added_before_the_job_is_applied(fake_slurm: FakeSlurm) -> None:
+    fake_slurm(sinfo=SINFO, sbatch="echo Submitted batch job 12")
+    job = SlurmJob({"hosts": 2})
+    job.add_mesh("spare", 1)
+    assert "--nodes=3" in job.script()
+    with pytest.raises(JobSpecError, match="already"):
+        job.add_mesh("spare", 1)
+    job.add_mesh("data", NodeSpec(1, partition="cpu"))
+    assert job.script().count("#SBATCH hetjob") == 2
+    job.apply("true")
+    with pytest.raises(JobError, match="has been applied"):
+        job.add_mesh("late", 1)
+
+
+def test_an_array_has_a_folder_and_a_program_for_each_task(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    fake_slurm(sinfo=SINFO, sbatch="echo Submitted batch job 12")
+    tasks = SlurmJob({"hosts": 2}).apply_array(["python a.py", "python b.py", "python c.py"], parallel=2)
+    assert [task.job_id for task in tasks] == ["12_0", "12_1", "12_2"]
+    array = (tmp_path / "runs" / "12").resolve()
+    assert [task.folder for task in tasks] == [array / "0", array / "1", array / "2"]
+    assert all(task.folder.stat().st_mode & 0o077 == 0 and (task.folder / "job.pkl").exists() for task in tasks)
+    script = (array / "submission.sh").read_text()
+    assert "#SBATCH --array=0-2%2" in script
+    assert f"#SBATCH --output={array}/%a/batch.log" in script
+    assert (array / "submitit" / "12_2_submitted.pkl").exists()
+
+
+def test_an_array_that_cannot_be_is_refused(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    fake_slurm(sinfo=SINFO, sbatch="echo 'sbatch: error: Invalid job array specification' >&2; exit 1")
+    with pytest.raises(JobSpecError, match="at least one"):
+        SlurmJob({"hosts": 1}).apply_array([])
+    with pytest.raises(JobSpecError, match="heterogeneous"):
+        SlurmJob({"a": NodeSpec(1)}).apply_array(["true"])
+    with pytest.raises(SubmitError, match="Invalid job array"):
+        SlurmJob({"hosts": 1}).apply_array(["true"])
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_options_are_taken_as_on_the_command_line() -> None:

@@ -22,7 +22,6 @@
 #SBATCH -C 'fast fabric'
 #SBATCH '--comment=two words'
 #SBATCH --reservation maintenance
-[ -z "${SLURM_RESTART_COUNT:-}" ] || rm -f '/shared/my runs/JOB_FOLDER/exit_code' '/shared/my runs/JOB_FOLDER/controller.json'
 module load rocm
 export NCCL_DEBUG=WARN
 

@@ -1,0 +1,157 @@
+"""What is asked of Slurm: nodes, of one kind or of a kind for each mesh, and what is set up before anything runs.
+
+A `SlurmRequest` holds what a user has said, checked; `monarch_slurm.job.submission` makes a script of it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from monarch_slurm.job.container import Container
+from monarch_slurm.job.errors import JobSpecError
+
+_TIME_LIMIT = re.compile(r"(?:[0-9]+-)?[0-9]+(?::[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """Nodes of one mesh that are unlike those of other meshes: one component of a heterogeneous job.
+
+    What is None here is as the job says.
+
+    Attributes:
+        nodes: how many.
+        mem: memory per node, such as ``"200G"``.
+        gres: other generic resources of each node, such as ``"nvme:1"``.
+        slurm_args: further options of sbatch for these nodes.
+    """
+
+    nodes: int
+    partition: str | None = None
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    mem: str | None = None
+    constraint: str | None = None
+    gres: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    exclusive: bool | None = None
+    slurm_args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slurm_args", tuple(self.slurm_args))
+        option_lines(self.slurm_args)
+
+
+@dataclass(frozen=True)
+class SlurmRequest:
+    """What is asked of Slurm, whatever the hosts are for. See `monarch_slurm.job.SlurmJob` for most of it.
+
+    Attributes:
+        nodes: how many in all.
+        components: of a heterogeneous job, in order, together ``nodes``; empty for a job of like nodes.
+        slurm_args: further options of sbatch, each as on its command line; they win over all others.
+        srun_args: further options of the srun that starts each host.
+        setup: shell lines for the head node before the program and the agents start.
+        preflight: shell commands that must succeed on each node before its agent starts.
+        python: command that starts Python on the nodes.
+        notice: seconds before the time limit at which the program is asked to end; None leaves it to us.
+        requeue: whether the job starts again after its head node is lost, near its time limit, and when preempted.
+    """
+
+    nodes: int
+    job_name: str
+    python: str
+    components: tuple[NodeSpec, ...] = ()
+    slurm_args: tuple[str, ...] = ()
+    srun_args: tuple[str, ...] = ()
+    time_limit: str | None = None
+    partition: str | None = None
+    exclusive: bool = True
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    mem: str | None = None
+    gres: str | None = None
+    constraint: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    reservation: str | None = None
+    dependency: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    comment: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
+    venv: str | None = None
+    conda: str | None = None
+    setup: tuple[str, ...] = ()
+    preflight: tuple[str, ...] = ()
+    container: Container | None = None
+    notice: int | None = None
+    requeue: bool = False
+
+    def __post_init__(self) -> None:
+        if self.time_limit is not None and not _TIME_LIMIT.fullmatch(self.time_limit):
+            raise JobSpecError(
+                f"time limit {self.time_limit!r}: write minutes, hours:minutes:seconds, days-hours or "
+                "days-hours:minutes:seconds"
+            )
+        if self.venv is not None and self.conda is not None:
+            raise JobSpecError("venv and conda exclude each other: one Python is activated")
+        if self.notice is not None and self.notice < 1:
+            raise JobSpecError(f"notice is {self.notice}; at least 1 second expected")
+        option_lines(self.slurm_args)
+        if bad := [argument for argument in self.srun_args if not argument.startswith("-") or "\n" in argument]:
+            raise JobSpecError(f"srun argument {bad[0]!r}: write an option and its value as one, such as --mpi=pmix")
+        if bad := [name for name in self.env if not _VARIABLE.fullmatch(name)]:
+            raise JobSpecError(f"environment variable {bad[0]!r}: letters, digits and '_' expected")
+
+    def prologue(self) -> list[str]:
+        """Return the shell lines of the batch script that make the environment of program and agents.
+
+        What cannot be loaded or activated ends the job, before anything runs in a half-made environment.
+        """
+        lines = []
+        if self.modules:
+            # A batch script is no login shell, so the function may have to be defined first.
+            lines.append("type module >/dev/null 2>&1 || . /etc/profile")
+            lines += [f"module load {shlex.quote(name)} || exit 1" for name in self.modules]
+        if self.venv is not None:
+            lines.append(f". {shlex.quote(f'{self.venv}/bin/activate')} || exit 1")
+        if self.conda is not None:
+            lines.append(f'eval "$(conda shell.bash hook)" && conda activate {shlex.quote(self.conda)} || exit 1')
+        lines += [f"export {name}={shlex.quote(str(value))}" for name, value in self.env.items()]
+        return [*lines, *self.setup]
+
+
+def option_lines(arguments: Sequence[str]) -> list[str]:
+    """Return sbatch's options in ``arguments``, one per line; ``["-C", "mi300"]`` may also be ``["-C mi300"]``.
+
+    Raises:
+        JobSpecError: a value has no option before it, or an argument has a line break.
+    """
+    lines: list[str] = []
+    for argument in arguments:
+        if "\n" in argument:
+            raise JobSpecError(f"the Slurm option {argument!r} has a line break")
+        if argument.startswith("-"):
+            name, blank, value = argument.partition(" ")
+            separate_value = blank and "=" not in name
+            lines.append(f"{name} {shlex.quote(value)}" if separate_value else shlex.quote(argument))
+        elif lines and " " not in lines[-1] and "=" not in lines[-1]:
+            lines[-1] += f" {shlex.quote(argument)}"
+        else:
+            raise JobSpecError(f"Slurm option {argument!r}: an option starts with '-', such as --constraint=mi300")
+    return lines
+
+
+def split_meshes(meshes: Mapping[str, int | NodeSpec]) -> tuple[dict[str, int], tuple[NodeSpec, ...]]:
+    """Return the size of each mesh, and the components of the job if any mesh has nodes of its own kind."""
+    sizes = {name: mesh.nodes if isinstance(mesh, NodeSpec) else mesh for name, mesh in meshes.items()}
+    if not any(isinstance(mesh, NodeSpec) for mesh in meshes.values()):
+        return sizes, ()
+    return sizes, tuple(mesh if isinstance(mesh, NodeSpec) else NodeSpec(mesh) for mesh in meshes.values())

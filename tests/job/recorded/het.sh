@@ -1,0 +1,50 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --constraint=mi300x
+#SBATCH --exclude=n7
+#SBATCH --exclusive
+#SBATCH --gpus-per-node=8
+#SBATCH --job-name=monarch_job
+#SBATCH --no-kill
+#SBATCH --no-requeue
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=/shared/runs/JOB_FOLDER/batch.log
+#SBATCH --partition=gpu
+#SBATCH --reservation=night
+#SBATCH --signal=B:USR2@60
+#SBATCH --time=1-0
+
+# setup
+#SBATCH --switches=1
+#SBATCH hetjob
+#SBATCH --exclude=''
+#SBATCH --mem=64G
+#SBATCH --no-kill
+#SBATCH --no-requeue
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --partition=cpu
+#SBATCH --reservation=night
+#SBATCH --signal=B:USR2@60
+#SBATCH --time=1-0
+#SBATCH --switches=1
+#SBATCH --tmp=100G
+#SBATCH hetjob
+#SBATCH --exclude=''
+#SBATCH --exclusive
+#SBATCH --no-kill
+#SBATCH --no-requeue
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --partition=gpu
+#SBATCH --reservation=night
+#SBATCH --signal=B:USR2@60
+#SBATCH --time=1-0
+#SBATCH --switches=1
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+exec python -u -m submitit.core._submit /shared/runs/JOB_FOLDER/submitit
