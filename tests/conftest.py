@@ -2,10 +2,57 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
 import pytest
+from job_agents import Agent
+from support import wait_gone
+
+import monarch_slurm.actor as public
+from monarch_slurm.actor import MeshFailure
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update", action="store_true", help="renew the recorded files that generated text is compared with"
     )
+
+
+@pytest.fixture(scope="session")
+def _hook_for_late_failures() -> None:
+    """Agents end after their test, and what the client hears of that must not end pytest."""
+    public.unhandled_fault_hook = lambda failure: None
+
+
+@pytest.fixture
+def agents(tmp_path: Path, _hook_for_late_failures: None) -> Iterator[Callable[..., Agent]]:
+    """Starts host agents as the job layer does: with a job folder and a name."""
+    started: list[Agent] = []
+
+    def start(folder: Path, name: str, env: dict[str, str] | None = None) -> Agent:
+        started.append(Agent(folder, name, tmp_path / f"{name}-{len(started)}.log", env or {}))
+        return started[-1]
+
+    yield start
+    for agent in started:
+        if agent.process.poll() is None:
+            family = agent.family()
+            agent.process.terminate()
+            agent.wait()
+            wait_gone(*family[1:])
+
+
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> list[MeshFailure]:
+    """Failures that nobody handled."""
+    seen: list[MeshFailure] = []
+    lock = threading.Lock()
+
+    def hook(failure: MeshFailure) -> None:
+        with lock:
+            seen.append(failure)
+
+    monkeypatch.setattr(public, "unhandled_fault_hook", hook)
+    return seen

@@ -8,6 +8,7 @@ import sys
 import click
 
 from monarch_slurm._version import __version__
+from monarch_slurm.cli.doctor import doctor
 from monarch_slurm.cli.native import build
 from monarch_slurm.cli.stacks import stacks
 from monarch_slurm.cli.train import train
@@ -26,6 +27,7 @@ def cli() -> None:
 
 
 cli.add_command(build)
+cli.add_command(doctor)
 cli.add_command(stacks)
 cli.add_command(train)
 
