@@ -5,32 +5,43 @@ Source-compatible with Monarch's ``monarch.actor``. The map of this folder:
 - `shape`, `mesh_trait`, `value_mesh`: labelled ranks and values
 - `actor`, `endpoint`, `actor_mesh`, `proc_mesh`, `host_mesh`: what is written and called
 - `future`, `port`: what comes back
-- `context`: who is running
+- `context`, `ids`: who is running
+- `bootstrap`, `transports`, `returns_future`, `telemetry`, `config`, `log_prefix`: the rest of what programs use
 - `cell`, `sync_cell`, `async_cell`: a running actor; `birth`: how it becomes one
 - `runtime`: the actors of one process; `messages`: what runtimes tell each other; `owned`, `replies`: who is told of
 failures
 - `client`, `proc_main`: the two kinds of processes; `local_host`: the client's own machine
 """
 
+from monarch_slurm.actor import config
 from monarch_slurm.actor.actor import Actor
 from monarch_slurm.actor.actor_mesh import ActorMesh
+from monarch_slurm.actor.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch_slurm.actor.client import shutdown_context, unhandled_fault_hook
 from monarch_slurm.actor.context import Context, Instance, context, current_actor_name, current_rank, current_size
 from monarch_slurm.actor.endpoint import Accumulator, Endpoint, as_endpoint, concurrent_endpoint, endpoint, send
 from monarch_slurm.actor.errors import ActorError, MeshFailure, SupervisionError
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.host_mesh import HostMesh, this_host, this_proc
+from monarch_slurm.actor.ids import ActorAddr, ProcId, Uid
 from monarch_slurm.actor.port import Channel, Port, PortReceiver
 from monarch_slurm.actor.proc_mesh import ProcMesh
+from monarch_slurm.actor.returns_future import returns_future
 from monarch_slurm.actor.shape import Extent, NDSlice, Point, Shape, Slice
+from monarch_slurm.actor.telemetry import get_meter, span, traced
+from monarch_slurm.actor.transports import enable_transport
 from monarch_slurm.actor.value_mesh import ValueMesh
+from monarch_slurm.transport import ChannelTransport
 
 __all__ = [
     "Accumulator",
     "Actor",
+    "ActorAddr",
     "ActorError",
     "ActorMesh",
+    "BootstrapCommand",
     "Channel",
+    "ChannelTransport",
     "Context",
     "Endpoint",
     "Extent",
@@ -42,21 +53,30 @@ __all__ = [
     "Point",
     "Port",
     "PortReceiver",
+    "ProcId",
     "ProcMesh",
     "Shape",
     "Slice",
     "SupervisionError",
+    "Uid",
     "ValueMesh",
     "as_endpoint",
     "concurrent_endpoint",
+    "config",
     "context",
     "current_actor_name",
     "current_rank",
     "current_size",
+    "default_bootstrap_cmd",
+    "enable_transport",
     "endpoint",
+    "get_meter",
+    "returns_future",
     "send",
     "shutdown_context",
+    "span",
     "this_host",
     "this_proc",
+    "traced",
     "unhandled_fault_hook",
 ]

@@ -56,6 +56,7 @@ class ActorMesh(MeshTrait, Generic[A]):
     def stop(self, reason: str = "stopped by client") -> Future[None]:
         """Stop the actors once they have handled what was sent before; resolves when all have ended. Begins at once."""
         future: Future[None] = Future._pending()
+        future._what = f"stop() of actors {self._ref.name!r}"
         runtime = context().actor_instance.runtime
         timeout = settings().stop_actor_timeout
         runtime.stop_actors(self._ref, self._shape.ndslice, reason, timeout, lambda: future._resolve(lambda: None))

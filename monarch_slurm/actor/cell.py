@@ -23,6 +23,7 @@ from monarch_slurm.actor.layout import ActorRef
 from monarch_slurm.actor.messages import EXPLICIT_PORT, PLAIN_METHOD, Call
 from monarch_slurm.actor.port import Port
 from monarch_slurm.actor.replies import EXCEPTION, VALUE
+from monarch_slurm.actor.telemetry import recording, traced
 from monarch_slurm.config import settings
 from monarch_slurm.wire import Address, dumps, loads
 
@@ -194,6 +195,8 @@ class Cell:
         attribute = getattr(type(self.object), call.method, None)
         if isinstance(attribute, EndpointProperty):
             method = attribute._method
+            if attribute._instrument and recording():
+                method = traced(method, name=f"{self.ref.name}.{call.method}")
         elif attribute is not None and call.plain & PLAIN_METHOD:
             method = attribute
         else:

@@ -164,6 +164,11 @@ _client_lock = threading.Lock()
 _exit_code = 0
 
 
+def has_client() -> bool:
+    """Return whether this process has a client, running or ended."""
+    return _client is not None
+
+
 def client() -> Client:
     """Return the client of this process, made with the first call.
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from monarch_slurm.actor.errors import MeshFailure
+from monarch_slurm.actor.ids import ROOT, ActorAddr, actor_uid, proc_id
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.shape import Extent, Point, Shape, Slice
 from monarch_slurm.wire import Address
 
 if TYPE_CHECKING:
+    from monarch_slurm.actor.actor_mesh import ActorMesh
     from monarch_slurm.actor.proc_mesh import ProcMesh
     from monarch_slurm.actor.runtime import Runtime
 
@@ -71,14 +73,20 @@ class Instance:
         return self.ref.mesh if self.ref else "root"
 
     @property
-    def actor_id(self) -> str:
-        """Unique name of this actor: mesh, proc and host."""
-        return f"{self.key}@{self.runtime.address}"
+    def actor_id(self) -> ActorAddr:
+        """Unique name of this actor, with its proc and host."""
+        host, proc = self.runtime.address
+        return ActorAddr(actor_uid(self.ref.mesh) if self.ref else ROOT, proc_id(proc), host)
 
     @property
     def proc_id(self) -> str:
-        """Unique name of the process that it runs in."""
-        return str(self.runtime.address)
+        """Unique name of the proc that it runs in."""
+        return str(self.actor_id.proc_id)
+
+    @property
+    def _children(self) -> list[ActorMesh[Any] | ProcMesh]:
+        """The meshes that it has spawned and of which something is left."""
+        return _make_children(self) if _make_children is not None else []
 
     @property
     def proc(self) -> ProcMesh:
@@ -126,6 +134,7 @@ class Context:
 _current: contextvars.ContextVar[Context | None] = contextvars.ContextVar("monarch_slurm_context", default=None)
 _boot_client: Callable[[], Instance] | None = None
 _make_proc_mesh: Callable[[ProcLayout, Shape], ProcMesh] | None = None
+_make_children: Callable[[Instance], list[ActorMesh[Any] | ProcMesh]] | None = None
 
 
 def set_context(context: Context) -> None:
@@ -150,6 +159,18 @@ def set_proc_mesh_maker(make: Callable[[ProcLayout, Shape], ProcMesh]) -> None:
     _make_proc_mesh = make
 
 
+def set_children_maker(make: Callable[[Instance], list[ActorMesh[Any] | ProcMesh]]) -> None:
+    """Say how the meshes that an instance owns are made; they are defined on top of this module."""
+    global _make_children
+    _make_children = make
+
+
+def current_instance() -> Instance | None:
+    """Return the running actor, or None outside of any; starts nothing."""
+    current = _current.get()
+    return current.actor_instance if current is not None else None
+
+
 def context() -> Context:
     """Return the context of the running actor; outside of any, that of the client, which starts with the first call."""
     current = _current.get()
@@ -172,4 +193,4 @@ def current_size() -> dict[str, int]:
 
 def current_actor_name() -> str:
     """Return the unique name of the current actor."""
-    return context().actor_instance.actor_id
+    return str(context().actor_instance.actor_id)

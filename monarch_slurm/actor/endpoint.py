@@ -66,7 +66,7 @@ def endpoint(
         propagate: accepted for compatibility; used by distributed tensors only.
         explicit_response_port: the method gets a `Port` as first argument after ``self`` and answers through it, later
             and from any thread if it likes; its return value is ignored.
-        instrument: accepted for compatibility.
+        instrument: each call is a `monarch_slurm.actor.span`, where anybody can see it.
     """
     if method is None:
         return lambda method: EndpointProperty(method, propagate, explicit_response_port, instrument)
@@ -181,6 +181,7 @@ class Endpoint(Generic[R]):
             if missing[0] == 0:
                 future._resolve(lambda: ValueMesh(extent_shape, [loads(value) for value in values]))
 
+        future._what = lambda: f"{self}: {count - missing[0]} of {count} actors have answered"
         self._send_expecting(args, kwargs, list(enumerate(shape.ndslice)), arrived, future._fail_with)
         return future
 
@@ -222,6 +223,7 @@ class Endpoint(Generic[R]):
 
     def _ask(self, mesh: ActorMesh[Any], args: Any, kwargs: Any, place: int | None = None) -> Future[R]:
         future: Future[Any] = Future._pending()
+        future._what = self.__str__
         rank = place or 0
         ranks = [(rank, mesh._shape.ndslice.get(rank))]
         self._send_expecting(
@@ -233,6 +235,12 @@ class Endpoint(Generic[R]):
             place is not None,
         )
         return future
+
+    def __str__(self) -> str:
+        return f"{self._mesh._name_text}.{self._name}()"
+
+    def __repr__(self) -> str:
+        return f"<Endpoint {self} of {self._mesh!r}>"
 
     def _send_expecting(
         self,
@@ -253,7 +261,7 @@ class Endpoint(Generic[R]):
                 on_error(lambda: _remote_error(frames))
 
         def lost(rank: int, reason: str) -> None:
-            on_error(lambda: SupervisionError(reason, f"{self._mesh._name_text}.{self._name}()"))
+            on_error(lambda: SupervisionError(reason, str(self)))
 
         ref = self._mesh._ref
         port = runtime.expect_from(ref, ref.layout, ranks, reply, lost)

@@ -34,6 +34,10 @@ class Future(Generic[R]):
     _value: Any
     _done: bool
     _waiters: list[Callable[[], None]]
+    _begin: Callable[[bool], None] | None
+    """Starts work that waits to be looked at (`returns_future`); told whether on the running event loop."""
+    _what: str | Callable[[], str]
+    """What is waited for, for the text of a time-out."""
 
     @classmethod
     def _pending(cls) -> Future[R]:
@@ -45,6 +49,8 @@ class Future(Generic[R]):
         future._value = _UNSET
         future._done = False
         future._waiters = []
+        future._begin = None
+        future._what = ""
         return future
 
     @classmethod
@@ -90,6 +96,13 @@ class Future(Generic[R]):
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
 
+    def _look(self, on_loop: bool) -> None:
+        """Begin what waits to be looked at."""
+        with self._lock:
+            begin, self._begin = self._begin, None
+        if begin is not None:
+            begin(on_loop)
+
     def _outcome(self) -> R:
         if self._value is _UNSET and self._error is None:
             with self._decode_lock:
@@ -118,12 +131,16 @@ class Future(Generic[R]):
             raise ValueError(f"invalid timeout {timeout}: seconds, 0 or more, expected")
         if not self._done:
             _warn_in_loop()
+            self._look(on_loop=False)
             arrived = threading.Lock()
             arrived.acquire()
             self._on_done(arrived.release)
             if not arrived.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
                 self._forget(arrived.release)
-                raise TimeoutError
+                what = self._what if isinstance(self._what, str) else self._what()
+                raise TimeoutError(
+                    f"no result within {timeout:g} s{what and ' of '}{what}; it is not lost: a later get() may have it"
+                )
         return self._outcome()
 
     result = get
@@ -146,6 +163,7 @@ class Future(Generic[R]):
             loop = asyncio.get_running_loop()
         except RuntimeError:
             raise RuntimeError("as_asyncio() requires a running asyncio event loop.") from None
+        self._look(on_loop=True)
         local: asyncio.Future[R] = loop.create_future()
 
         def settle() -> None:

@@ -9,15 +9,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from monarch_slurm.actor.bootstrap import Bootstrap, command_fields
 from monarch_slurm.actor.context import context
 from monarch_slurm.actor.errors import SupervisionError
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.layout import ProcLayout
 from monarch_slurm.actor.mesh_trait import MeshTrait
 from monarch_slurm.actor.owned import OwnedProcs
-from monarch_slurm.actor.proc_mesh import ProcMesh, set_host_maker
+from monarch_slurm.actor.proc_mesh import ProcMesh, note_spawned, set_host_maker
 from monarch_slurm.actor.replies import VALUE, CountDown
-from monarch_slurm.actor.shape import Shape, Slice
+from monarch_slurm.actor.shape import Point, Shape, Slice
 from monarch_slurm.config import settings
 from monarch_slurm.gpu import parse_cpu_list
 from monarch_slurm.wire import AGENT, Address, Message, dumps, loads
@@ -28,22 +29,36 @@ PROC_ENTRY = "monarch_slurm.actor.proc_main:main"
 class HostMesh(MeshTrait):
     """Hosts, each with an agent that spawns procs. Slices and pickled copies are references to the same hosts."""
 
-    def __init__(self, hosts: tuple[str, ...], shape: Shape, owned: bool) -> None:
+    def __init__(self, hosts: tuple[str, ...], shape: Shape, owned: bool, python: str = "") -> None:
         self._hosts = hosts
         self._mesh_shape = shape
         self._owned = owned
+        self._python = python
         self._ended = False
 
     @classmethod
-    def _reference(cls, hosts: tuple[str, ...], shape: Shape) -> HostMesh:
-        return cls(hosts, shape, owned=False)
+    def _reference(cls, hosts: tuple[str, ...], shape: Shape, python: str = "") -> HostMesh:
+        return cls(hosts, shape, owned=False, python=python)
 
     @property
     def _shape(self) -> Shape:
         return self._mesh_shape
 
     def _new_with_shape(self, shape: Shape) -> HostMesh:
-        return HostMesh(self._hosts, shape, owned=False)
+        return HostMesh(self._hosts, shape, owned=False, python=self._python)
+
+    def with_python_executable(self, path: str) -> HostMesh:
+        """Return a reference to the same hosts whose procs run with another Python, as do those that they spawn.
+
+        Such procs are not forked from the zygote, so each imports by itself what it needs. That Python must be able to
+        import this package.
+        """
+        return HostMesh(self._hosts, self._mesh_shape, owned=False, python=os.fspath(path))
+
+    @property
+    def is_fake_in_process(self) -> bool:
+        """False: hosts are always processes of their own."""
+        return False
 
     @property
     def region(self) -> Shape:
@@ -68,6 +83,7 @@ class HostMesh(MeshTrait):
         proc_bind: list[dict[str, str]] | None = None,
         env: dict[str, str | None] | None = None,
         gpus_per_proc: int | None = None,
+        bootstrap_command: Bootstrap | None = None,
     ) -> ProcMesh:
         """Start procs and return their mesh, without waiting for them. The calling actor owns them.
 
@@ -76,8 +92,12 @@ class HostMesh(MeshTrait):
             bootstrap: called in every proc before any actor is spawned on it, sync or async: to set variables before a
                 GPU is used.
             name: what the procs are called in logs and reports.
-            proc_bind: for each proc of a host, ``{"cpus": "0-3,8"}``: the CPUs it runs on; see also ``gpus_per_proc``.
+            proc_bind: for each proc of a host, ``{"cpus": "0-3,8"}`` (or ``physcpubind``): the CPUs it runs on;
+                ``cpunodebind``: NUMA nodes whose CPUs it runs on; ``membind``: NUMA nodes that it takes memory from.
+                See also ``gpus_per_proc``.
             env: environment variables of the procs; None as a value removes one.
+            bootstrap_command: runs the procs instead of a fork of the zygote; or a function that returns the command
+                for a place in the new mesh.
             gpus_per_proc: each proc sees only so many of its host's GPUs, the next ones in order, and runs on its share
                 of the cores near them; None shows all GPUs to each. ``proc_bind`` may say ``{"gpus": "0-1"}`` instead.
 
@@ -100,10 +120,10 @@ class HostMesh(MeshTrait):
             raise ValueError(f"gpus_per_proc must be 1 or more: {gpus_per_proc}")
         binds = [_bind(bind) for bind in proc_bind or [{}] * per]
         if gpus_per_proc is not None:
-            if any(gpus for _, gpus in binds):
+            if any(bind["gpus"] for bind in binds):
                 raise ValueError("gpus_per_proc and 'gpus' of proc_bind exclude each other")
             span = range(gpus_per_proc)
-            binds = [(cpus, [rank * gpus_per_proc + gpu for gpu in span]) for rank, (cpus, _) in enumerate(binds)]
+            binds = [{**bind, "gpus": [rank * gpus_per_proc + gpu for gpu in span]} for rank, bind in enumerate(binds)]
         body = dumps(bootstrap)
         owner = context().actor_instance
         runtime = owner.runtime
@@ -113,9 +133,12 @@ class HostMesh(MeshTrait):
         labels = [*self._labels, *per_host]
         shape = Shape(labels, Slice.new_row_major([*self.extent.sizes, *per_host.values()]))
         count = len(shape)
-        runtime.own_procs(OwnedProcs(layout, name or "anon", owner, set(range(count))))
+        points = (Point(rank, shape.extent) for rank in range(count))
+        commands = [command_fields(bootstrap_command, self._python, point) for point in points]
+        runtime.own_procs(OwnedProcs(layout, shape, name or "anon", owner, set(range(count))))
         ready: Future[bool] = Future._pending()
         missing = [count]
+        ready._what = lambda: f"the start of procs {name or 'anon'!r}: {missing[0]} of {count} have not reported"
 
         def arrived(rank: int, status: str, frames: Any) -> None:
             missing[0] -= 1
@@ -133,10 +156,7 @@ class HostMesh(MeshTrait):
             fields = {
                 "mesh": mesh,
                 "entry": PROC_ENTRY,
-                "procs": [
-                    {"rank": rank, "env": {}, "cpus": binds[rank % per][0], "gpus": binds[rank % per][1]}
-                    for rank in ranks_there
-                ],
+                "procs": [{"rank": rank, **binds[rank % per], **commands[rank]} for rank in ranks_there],
                 "env": {**_forwarded_env(), **(env or {})},
                 "sys_path": [path or cwd for path in sys.path if path or cwd],
                 "cwd": cwd,
@@ -145,10 +165,13 @@ class HostMesh(MeshTrait):
                     "layout": [mesh, list(hosts), per],
                     "shape": [labels, shape.ndslice.sizes],
                     "ready": port,
+                    "python": self._python,
                 },
             }
             runtime.send(Message("spawn", Address(host, AGENT), runtime.address, fields, body))
-        return ProcMesh(layout, shape, name or "anon", ready)
+        procs = ProcMesh(layout, shape, name or "anon", ready)
+        note_spawned(procs)
+        return procs
 
     def _renew(self) -> None:
         """Give each host a new zygote; procs that run are left alone."""
@@ -192,7 +215,7 @@ class HostMesh(MeshTrait):
         self.shutdown().get()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HostMesh._reference, (self._hosts, self._mesh_shape)
+        return HostMesh._reference, (self._hosts, self._mesh_shape, self._python)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HostMesh) and (self._hosts, self._mesh_shape) == (other._hosts, other._mesh_shape)
@@ -211,7 +234,8 @@ def this_proc() -> ProcMesh:
 
 def this_host() -> HostMesh:
     """Return the host that this code runs on, as a mesh of one."""
-    return _one_host(context().actor_instance.runtime.local_host)
+    runtime = context().actor_instance.runtime
+    return HostMesh((runtime.local_host,), Shape.unity(), owned=False, python=runtime.python)
 
 
 def _one_host(host: str) -> HostMesh:
@@ -231,13 +255,20 @@ def _check_sizes(per_host: dict[str, Any]) -> None:
             raise ValueError(f"per_host sizes must be 1 or more: {per_host}")
 
 
-def _bind(bind: dict[str, str]) -> tuple[list[int], list[int]]:
-    """Return the CPUs and the GPUs that an entry of ``proc_bind`` names."""
-    unknown = set(bind) - {"cpus", "gpus"}
+_BINDS = {"cpus": "cpus", "physcpubind": "cpus", "gpus": "gpus", "cpunodebind": "cpu_nodes", "membind": "memory_nodes"}
+"""Keys of ``proc_bind``, and what a request for a proc calls them."""
+
+
+def _bind(bind: dict[str, str]) -> dict[str, list[int]]:
+    """Return what an entry of ``proc_bind`` names, as a request for a proc says it."""
+    unknown = set(bind) - set(_BINDS)
     if unknown:
-        raise ValueError(f"proc_bind knows 'cpus' and 'gpus' only, not {sorted(unknown)}")
+        raise ValueError(f"proc_bind knows {', '.join(_BINDS)} only, not {sorted(unknown)}")
+    found: dict[str, list[int]] = {name: [] for name in _BINDS.values()}
     try:
-        return parse_cpu_list(bind.get("cpus", "")), parse_cpu_list(bind.get("gpus", ""))
+        for key, text in bind.items():
+            found[_BINDS[key]] = parse_cpu_list(text)
+        return found
     except ValueError as error:
         raise ValueError(f"proc_bind {bind}: {error}") from None
 

@@ -9,6 +9,7 @@ from monarch_slurm.actor.context import Instance
 from monarch_slurm.actor.errors import MeshFailure
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.messages import ActorDown
+from monarch_slurm.actor.shape import Shape
 from monarch_slurm.host.exits import HostDown, ProcDown
 
 Notice = tuple[Instance, MeshFailure]
@@ -24,6 +25,7 @@ class OwnedProcs:
     """
 
     layout: ProcLayout
+    shape: Shape
     name: str
     owner: Instance
     alive: set[int]
@@ -35,6 +37,7 @@ class OwnedActors:
     """An actor mesh, seen by its owner; ``alive`` and ``stopping`` are base ranks of its proc mesh."""
 
     ref: ActorRef
+    actor_class: type
     owner: Instance
     alive: set[int]
     stopping: set[int] = field(default_factory=set)

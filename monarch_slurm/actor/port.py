@@ -84,6 +84,7 @@ class PortReceiver(Generic[R]):
     def recv(self) -> Future[R]:
         """Return a future of the next value."""
         future: Future[Any] = Future._pending()
+        future._what = "recv(): nothing was sent to the port"
         with self._lock:
             if not self._values:
                 self._waiting.append(weakref.ref(future))

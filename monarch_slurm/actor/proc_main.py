@@ -13,6 +13,7 @@ from monarch_slurm.actor.birth import make_cell
 from monarch_slurm.actor.context import set_client_boot
 from monarch_slurm.actor.errors import ActorError
 from monarch_slurm.actor.layout import ProcLayout
+from monarch_slurm.actor.log_prefix import prefix_log_records
 from monarch_slurm.actor.proc_mesh import run_bootstrap
 from monarch_slurm.actor.replies import EXCEPTION, VALUE
 from monarch_slurm.actor.runtime import Runtime
@@ -66,6 +67,7 @@ class _Proc:
         mesh, hosts, per_host = fields["layout"]
         labels, sizes = fields["shape"]
         rank = fields["rank"]
+        self._runtime.python = fields["python"]
         self._runtime.home = ProcLayout(mesh, tuple(hosts), per_host), Shape(labels, Slice.new_row_major(sizes)), rank
         try:
             run_bootstrap(message.body)
@@ -104,6 +106,7 @@ def main(spec: ProcSpec) -> int:
     clear_runtime_config()
     configure(**spec.settings)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    prefix_log_records()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     set_client_boot(None)
     return _Proc(spec).run()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import signal
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from monarch_slurm.actor.actor import Actor
 from monarch_slurm.actor.actor_mesh import ActorMesh, check_class
-from monarch_slurm.actor.context import context, set_proc_mesh_maker
+from monarch_slurm.actor.context import Instance, context, set_children_maker, set_proc_mesh_maker
 from monarch_slurm.actor.endpoint import uses_loop
 from monarch_slurm.actor.errors import SupervisionError
 from monarch_slurm.actor.future import Future
@@ -18,7 +19,7 @@ from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.mesh_trait import MeshTrait
 from monarch_slurm.actor.messages import creator_to_fields, ref_to_fields
 from monarch_slurm.actor.owned import OwnedActors
-from monarch_slurm.actor.shape import Shape
+from monarch_slurm.actor.shape import Point, Shape
 from monarch_slurm.config import settings
 from monarch_slurm.wire import CONTROLLER, dumps, loads
 
@@ -120,9 +121,10 @@ class ProcMesh(MeshTrait):
         class_name = f"{actor_class.__module__}.{actor_class.__qualname__}"
         ref = ActorRef(runtime.new_mesh_id(name), name, self._layout, self._shape, owner.display, class_name)
         ndslice = self._shape.ndslice
-        runtime.own_actors(OwnedActors(ref, owner, set(ndslice)))
+        runtime.own_actors(OwnedActors(ref, actor_class, owner, set(ndslice)))
         ready: Future[bool] = Future._pending()
         missing = [len(ndslice)]
+        ready._what = lambda: f"the __init__ of actors {name!r}: {missing[0]} of {len(ndslice)} still run"
 
         def arrived(rank: int, status: str, frames: Any) -> None:
             missing[0] -= 1
@@ -152,6 +154,7 @@ class ProcMesh(MeshTrait):
         """
         if self._stopped is None:
             future: Future[None] = Future._pending()
+            future._what = f"stop() of {self!r}"
             self._stopped = future
             self._stops.ranks.update(self._shape.ndslice)
             timeout = settings().process_exit_timeout
@@ -191,6 +194,24 @@ class ProcMesh(MeshTrait):
     def __hash__(self) -> int:
         return hash((self._layout, self._mesh_shape))
 
+    async def sync_workspace(self, *_: Any, **__: Any) -> None:
+        """Belongs to host meshes.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("code is synchronized to hosts: use HostMesh.sync_workspace")
+
+    def to_table(self) -> str:
+        """Return a table of the ranks, their coordinates, hosts and procs, for people."""
+        lines = [("rank", *self._labels, "host", "proc")]
+        for rank, base in enumerate(self._shape.ndslice):
+            host = self._layout.hosts[base // self._layout.per_host].partition("#")[0]
+            coordinates = map(str, Point(rank, self.extent).values())
+            lines.append((str(rank), *coordinates, host, self._layout.address(base).proc))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
     def __repr__(self) -> str:
         hosts = len(self._layout.by_host(self._shape.ndslice))
         return f"<ProcMesh {self._layout.mesh} {self.extent} on {hosts} host{'s' if hosts > 1 else ''}>"
@@ -209,4 +230,42 @@ async def _await(awaitable: Any) -> Any:
     return await awaitable
 
 
+SpawnCallback = Callable[[ProcMesh], None]
+_spawn_callbacks: list[SpawnCallback] = []
+_active: weakref.WeakSet[ProcMesh] = weakref.WeakSet()
+
+
+def register_proc_mesh_spawn_callback(callback: SpawnCallback) -> None:
+    """Call ``callback`` with each proc mesh that this process spawns from now on."""
+    _spawn_callbacks.append(callback)
+
+
+def unregister_proc_mesh_spawn_callback(callback: SpawnCallback) -> None:
+    """Call ``callback`` no longer.
+
+    Raises:
+        ValueError: it was not registered.
+    """
+    _spawn_callbacks.remove(callback)
+
+
+def get_active_proc_meshes() -> list[ProcMesh]:
+    """Return the proc meshes that this process has spawned, has not stopped and still refers to."""
+    return [mesh for mesh in list(_active) if not mesh._has_stopped()]
+
+
+def note_spawned(mesh: ProcMesh) -> None:
+    """Tell all who asked of a new proc mesh."""
+    _active.add(mesh)
+    for callback in list(_spawn_callbacks):
+        callback(mesh)
+
+
+def _children(owner: Instance) -> list[ActorMesh[Any] | ProcMesh]:
+    procs, actors = owner.runtime.owned_by(owner)
+    meshes: list[ActorMesh[Any] | ProcMesh] = [ProcMesh._reference(layout, shape) for layout, shape in procs]
+    return meshes + [ActorMesh(actor_class, ref, ref.shape) for actor_class, ref in actors]
+
+
 set_proc_mesh_maker(ProcMesh._reference)
+set_children_maker(_children)

@@ -75,6 +75,8 @@ class Runtime:
         self._token = os.urandom(3).hex()
         self.local_host = address.host
         """Id of the host whose agent spawns procs for `this_host`."""
+        self.python = ""
+        """Interpreter of the procs that are spawned on `this_host`; empty for the agent's."""
         self.home: tuple[ProcLayout, Shape, int] | None = None
         """Layout, shape and base rank of the proc mesh that this process belongs to."""
 
@@ -242,6 +244,12 @@ class Runtime:
         """Return whether ``instance`` owns meshes of which something is left."""
         with self._lock:
             return any(self.owned.of(instance))
+
+    def owned_by(self, instance: Instance) -> tuple[list[tuple[ProcLayout, Shape]], list[tuple[type, ActorRef]]]:
+        """Return the meshes that ``instance`` owns: procs with their layout and shape, actors with their class."""
+        with self._lock:
+            procs, actors = self.owned.of(instance)
+            return [(mesh.layout, mesh.shape) for mesh in procs], [(mesh.actor_class, mesh.ref) for mesh in actors]
 
     def stop_procs(
         self, layout: ProcLayout, base_ranks: Iterable[int], timeout: float, on_stopped: Callable[[], None]

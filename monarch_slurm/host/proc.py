@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
+import sysconfig
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
-from monarch_slurm.wire import pack
+import monarch_slurm
+from monarch_slurm.wire import pack, unpack
 
 PACKET_BYTES = 128 * 1024
 """Largest request of an agent to its zygote, or answer."""
 
 ENTRY_MODULE = "monarch_slurm.actor.proc_main"
 """What procs run; the zygote imports it once for all. Only its name is known in this layer."""
+
+
+ENTRY_ARGUMENTS = ("-c", "import sys; from monarch_slurm.host.proc import main; sys.exit(main())")
+"""With these a Python interpreter runs the proc that `become_command` has left to it."""
+
+_SPEC_VARIABLE = "MONARCH_SLURM_PROC_SPEC"
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,9 @@ class ProcSpec:
         sys_path: folders that must be importable from.
         cwd: folder to change to, if it exists on this host.
         cpus: CPUs to run on; empty leaves all.
+        cpu_nodes: NUMA nodes whose CPUs to run on, unless ``cpus`` says; ``memory_nodes`` those to take memory from.
+        command: program, its name for itself and its arguments, which are to run the proc; empty for the zygote's fork.
+        inherit_env: keep the agent's environment; else only what ``env`` says.
         settings: settings of the process that asked for the proc.
     """
 
@@ -43,11 +57,52 @@ class ProcSpec:
     cwd: str = ""
     cpus: list[int] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
+    cpu_nodes: list[int] = field(default_factory=list)
+    memory_nodes: list[int] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+    inherit_env: bool = True
 
 
 def pack_request(spec: ProcSpec, last: bool) -> bytes:
     """Return the packet that asks a zygote for a proc; ``last`` makes it fork all that it was asked for."""
     return pack({"spec": asdict(spec), "last": last})
+
+
+def importable() -> dict[str, str]:
+    """Return variables with which another Python finds this package where this process has it."""
+    home = str(Path(monarch_slurm.__file__).parent.parent)
+    if home in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH", "")]))}
+
+
+def become_command(spec: ProcSpec) -> NoReturn:
+    """Replace this process by ``spec.command``, in which `main` runs.
+
+    Raises:
+        OSError: it cannot be run.
+    """
+    fd = os.memfd_create("proc", 0)
+    os.write(fd, pack(asdict(spec)))
+    os.lseek(fd, 0, os.SEEK_SET)
+    program, *arguments = spec.command
+    environment = {**os.environ, **importable(), _SPEC_VARIABLE: str(fd)}
+    try:
+        os.execvpe(program, arguments, environment)  # noqa: S606 - the user's own command
+    except OSError as error:
+        raise OSError(
+            error.errno, f"host {spec.host_name} cannot run the bootstrap command {program!r}: {error.strerror}"
+        ) from None
+
+
+def main() -> int:
+    """Run the proc that `become_command` was asked for."""
+    with os.fdopen(int(os.environ.pop(_SPEC_VARIABLE)), "rb") as file:
+        spec = ProcSpec(**unpack(file.read()))
+    for path in reversed(spec.sys_path):
+        if path not in sys.path:
+            sys.path.insert(0, path)
+    return run_proc(spec)
 
 
 def run_proc(spec: ProcSpec) -> int:

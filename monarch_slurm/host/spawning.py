@@ -39,7 +39,8 @@ def procs_asked_for(message: Message, place: Place) -> list[tuple[ProcSpec, Mess
         cpus = proc["cpus"] or list(near)
         spec = ProcSpec(
             place.host, place.name, name, mesh, proc["rank"], place.socket_path, fields["entry"], env,
-            fields["sys_path"], fields["cwd"], cpus, fields["settings"],
+            fields["sys_path"], fields["cwd"], cpus, fields["settings"], proc["cpu_nodes"], proc["memory_nodes"],
+            proc["command"], proc["inherit_env"],
         )  # fmt: skip
         asked.append((spec, first))
     return asked

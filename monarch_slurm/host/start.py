@@ -6,18 +6,17 @@ import logging
 import os
 import subprocess
 import sys
-import sysconfig
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-import monarch_slurm
 from monarch_slurm.config import configure, settings
 from monarch_slurm.host.agent import Agent
 from monarch_slurm.host.devices import settle_visibility
 from monarch_slurm.host.guardian import guard
 from monarch_slurm.host.identity import NoControllerError, new_host_id, pid_space
 from monarch_slurm.host.output import Output, OutputHandler
+from monarch_slurm.host.proc import importable
 from monarch_slurm.wire import Invitation, pack, read_invitation, unpack
 from monarch_slurm.wire.keys import CONTROLLER_FILE
 
@@ -103,7 +102,7 @@ def start_local_agent(invitation: Invitation, host: str, name: str, session: boo
         pass_fds=[read_end],
         stdin=subprocess.DEVNULL,
         start_new_session=session,
-        env={**os.environ, **_importable()},
+        env={**os.environ, **importable()},
     )
     os.close(read_end)
     start = {
@@ -116,14 +115,6 @@ def start_local_agent(invitation: Invitation, host: str, name: str, session: boo
     with os.fdopen(write_end, "wb") as pipe:
         pipe.write(pack(start))
     return process
-
-
-def _importable() -> dict[str, str]:
-    """Variables with which a child finds this package where this process has it."""
-    home = str(Path(monarch_slurm.__file__).parent.parent)
-    if home in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        return {}
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH", "")]))}
 
 
 def _set_up_output() -> Output:

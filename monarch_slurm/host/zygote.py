@@ -21,9 +21,9 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
-from monarch_slurm.host import kernel
+from monarch_slurm.host import kernel, numa
 from monarch_slurm.host.orphans import PROC_VARIABLE
-from monarch_slurm.host.proc import PACKET_BYTES, ProcSpec, run_proc
+from monarch_slurm.host.proc import PACKET_BYTES, ProcSpec, become_command, run_proc
 from monarch_slurm.wire import pack, unpack
 
 
@@ -112,6 +112,8 @@ def _be_born(spec: ProcSpec, pipes: list[int], midwife: int, midwife_ended: int,
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         random.seed()
         _apply(spec)
+        if spec.command:
+            become_command(spec)
         code = run_proc(spec)
     except BaseException:  # the last frame of the process: nothing above could tell of it
         traceback.print_exc()
@@ -121,6 +123,8 @@ def _be_born(spec: ProcSpec, pipes: list[int], midwife: int, midwife_ended: int,
 
 def _apply(spec: ProcSpec) -> None:
     kernel.set_name(f"ms-{spec.rank}-{spec.mesh}")
+    if not spec.inherit_env:
+        os.environ.clear()
     for name, value in spec.env.items():
         if value is None:
             os.environ.pop(name, None)
@@ -132,13 +136,23 @@ def _apply(spec: ProcSpec) -> None:
             sys.path.insert(0, path)
     if spec.cwd and os.path.isdir(spec.cwd):
         os.chdir(spec.cwd)
-    if spec.cpus:
+    cpus = spec.cpus
+    try:
+        if spec.cpu_nodes:
+            near = numa.cpus_of(spec.cpu_nodes)
+            cpus = sorted({*cpus} & {*near}) if cpus else near
+        if spec.memory_nodes:
+            numa.keep_memory_on(spec.memory_nodes)
+    except OSError as error:
+        nodes = {"cpunodebind": spec.cpu_nodes, "membind": spec.memory_nodes}
+        raise OSError(error.errno, f"host {spec.host_name} cannot bind {spec.proc} by {nodes}: {error}") from None
+    if cpus:
         try:
-            os.sched_setaffinity(0, spec.cpus)
+            os.sched_setaffinity(0, cpus)
         except OSError as error:
             have = sorted(os.sched_getaffinity(0))
             raise OSError(
-                error.errno, f"cannot bind {spec.proc} to CPUs {spec.cpus}; host {spec.host_name} has {have}"
+                error.errno, f"cannot bind {spec.proc} to CPUs {cpus}; host {spec.host_name} has {have}"
             ) from None
 
 

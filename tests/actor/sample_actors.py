@@ -441,3 +441,17 @@ class Environment(Actor):
     @endpoint
     def import_it(self, name: str) -> str:
         return __import__(name).__file__ or ""
+
+
+class Executables(Actor):
+    """Tells whether a Python that sets MY_PYTHON runs it, and the procs that it spawns."""
+
+    @endpoint
+    def get(self) -> tuple[str | None, str | None]:
+        with this_host().spawn_procs() as procs:
+            inner: Any = procs.spawn("inner", Executables)
+            return os.environ.get("MY_PYTHON"), inner.own.call_one().get()
+
+    @endpoint
+    def own(self) -> str | None:
+        return os.environ.get("MY_PYTHON")

@@ -10,7 +10,7 @@ import pytest
 from sample_actors import Log
 from support import DEADLINE
 
-from monarch_slurm.actor import ActorError, Channel, Future, ProcMesh
+from monarch_slurm.actor import ActorError, Channel, Future, ProcMesh, context, returns_future
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,9 @@ def test_a_time_out_consumes_nothing() -> None:
     for _ in range(3):
         with pytest.raises(TimeoutError) as caught:
             future.get(timeout=0.01)
-        assert str(caught.value) == ""
+        assert str(caught.value) == (
+            "no result within 0.01 s of recv(): nothing was sent to the port; it is not lost: a later get() may have it"
+        )
     assert isinstance(future.exception(0), TimeoutError)
     assert repr(future) == "<Future pending>"
     port.send("late")
@@ -226,3 +228,100 @@ def test_a_closed_channel_takes_nothing() -> None:
     receiver.close()
     port.send(1)
     assert isinstance(receiver.recv().exception(0.05), TimeoutError)
+
+
+def test_a_time_out_tells_how_many_have_answered(grid: ProcMesh) -> None:
+    logs: Any = grid.spawn("slow", Log)
+    logs.slice(x=0, y=0).sleep.broadcast(0.5)
+    future = logs.pid.call()
+    for rank in (1, 2, 3):
+        logs.slice(x=rank // 2, y=rank % 2).pid.call_one().get(DEADLINE)
+    with pytest.raises(TimeoutError, match=r"no result within 0 s of slow.pid\(\): 3 of 4 actors have answered; "):
+        future.get(0)
+    with pytest.raises(TimeoutError, match=r"no result within 0 s of slow.pid\(\); it is not lost"):
+        logs.slice(x=0, y=0).pid.call_one().get(0)
+    assert len(future.get(DEADLINE)) == 4
+
+
+CALLS: list[str] = []
+
+
+@returns_future
+async def body(name: str, fail: bool = False) -> str:
+    """Its text."""
+    CALLS.append(name)
+    await asyncio.sleep(0)
+    if fail:
+        raise ValueError("on purpose")
+    return f"{name} in {context().actor_instance}"
+
+
+def test_a_body_that_runs_when_it_is_looked_at() -> None:
+    assert (body.__name__, body.__doc__) == ("body", "Its text.")
+    CALLS.clear()
+    body("never")
+    future = body("once")
+    gc.collect()
+    assert CALLS == []
+    assert future.get(DEADLINE) == "once in <root>"
+    assert future.get() == "once in <root>"
+    assert CALLS == ["once"]
+    failing = body("failing", fail=True)
+    assert isinstance(failing.exception(DEADLINE), ValueError)
+    assert CALLS == ["once", "failing"]
+    with pytest.raises(TypeError, match="missing a required argument: 'name'"):
+        body()
+    with pytest.raises(TypeError, match="is for async functions"):
+        returns_future(lambda: None)  # type: ignore[arg-type,return-value]
+
+
+def test_a_body_runs_on_the_loop_of_whoever_awaits() -> None:
+    seen: list[object] = []
+
+    @returns_future
+    async def where() -> None:
+        seen.append(asyncio.get_running_loop())
+
+    async def main() -> None:
+        await where()
+        with pytest.warns(UserWarning, match="within an active event loop"):
+            where().get(DEADLINE)
+        assert [loop is asyncio.get_running_loop() for loop in seen] == [True, False]
+
+    asyncio.run(main())
+
+
+def test_waiting_for_a_body_can_be_given_up_and_the_body_goes_on() -> None:
+    gates: list[asyncio.Event] = []
+
+    @returns_future
+    async def slow() -> str:
+        gates.append(asyncio.Event())
+        await gates[0].wait()
+        return "done"
+
+    async def main() -> None:
+        future = slow()
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(future.as_asyncio(), 0.01)
+        gates[0].set()
+        assert await future == "done"
+        assert len(gates) == 1
+
+    asyncio.run(main())
+
+
+def test_a_body_whose_loop_ends_is_an_error() -> None:
+    @returns_future
+    async def for_ever() -> None:
+        await asyncio.Event().wait()
+
+    future = for_ever()
+
+    async def give_up() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(future.as_asyncio(), 0.01)
+
+    asyncio.run(give_up())
+    with pytest.raises(RuntimeError, match="the event loop that the body of this future ran on has ended"):
+        future.get(DEADLINE)

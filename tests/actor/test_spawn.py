@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -13,11 +14,25 @@ from typing import Any
 
 import pytest
 from recorded_faults import Faults
-from sample_actors import Environment, Log
+from sample_actors import Environment, Executables, Log
 from support import DEADLINE, REPOSITORY, Program, wait_until
 
-from monarch_slurm.actor import ActorError, ProcMesh, SupervisionError, this_host
+from monarch_slurm.actor import (
+    ActorError,
+    BootstrapCommand,
+    Point,
+    ProcMesh,
+    SupervisionError,
+    default_bootstrap_cmd,
+    this_host,
+)
+from monarch_slurm.actor.proc_mesh import (
+    get_active_proc_meshes,
+    register_proc_mesh_spawn_callback,
+    unregister_proc_mesh_spawn_callback,
+)
 from monarch_slurm.gpu import gpu_devices
+from monarch_slurm.host import numa
 
 
 def environment_of(mesh: ProcMesh) -> Any:
@@ -69,8 +84,10 @@ def test_wrong_arguments_of_spawn_procs() -> None:
         host.spawn_procs({"n": 2}, proc_bind=[{"cpus": "0"}])
     with pytest.raises(ValueError, match="a list such as"):
         host.spawn_procs(proc_bind=[{"cpus": "zero"}])
-    with pytest.raises(ValueError, match="knows 'cpus' and 'gpus' only"):
-        host.spawn_procs(proc_bind=[{"membind": "0"}])
+    with pytest.raises(ValueError, match="knows cpus, physcpubind, gpus"):
+        host.spawn_procs(proc_bind=[{"nodes": "0"}])
+    with pytest.raises(TypeError, match="per_host maps labels to numbers of procs, such as .*; not 'gpus' to 'eight'"):
+        host.spawn_procs({"gpus": "eight"})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="gpus_per_proc must be 1 or more"):
         host.spawn_procs(gpus_per_proc=0)
     with pytest.raises(ValueError, match="exclude each other"):
@@ -203,3 +220,83 @@ def test_output_that_nobody_reads_stops_nothing(tmp_path: Path) -> None:
     finally:
         process.communicate(timeout=DEADLINE)
     assert process.returncode == 0
+
+
+def test_a_command_of_the_users_runs_procs(spawn: Callable[..., ProcMesh], tmp_path: Path) -> None:
+    wrapper = tmp_path / "wrapper"
+    wrapper.write_text('#!/bin/sh\nWRAPPED="yes $1"; export WRAPPED; shift; exec "$@"\n')
+    wrapper.chmod(0o755)
+    plain = default_bootstrap_cmd()
+
+    def command(point: Point) -> BootstrapCommand:
+        arguments = [str(point["n"]), plain.program, *plain.args]
+        return BootstrapCommand(str(wrapper), None, arguments, {"HOME": None}).with_env({"GIVEN": "given"})
+
+    mesh = spawn(per_host={"n": 2}, bootstrap_command=command)
+    actors = environment_of(mesh)
+    assert actors.variable.call("WRAPPED").get(DEADLINE).values() == ["yes 0", "yes 1"]
+    assert actors.variable.call("GIVEN").get(DEADLINE).values() == ["given"] * 2
+    assert actors.variable.call("HOME").get(DEADLINE).values() == [None] * 2
+    names = {name for name in os.environ if name.startswith("MONARCH_SLURM_PROC_SPEC")}
+    assert not names
+
+
+def test_a_proc_may_start_from_an_empty_environment(spawn: Callable[..., ProcMesh]) -> None:
+    command = dataclasses.replace(default_bootstrap_cmd(), inherit_env=False, env={"ONLY": "this"})
+    actor = environment_of(spawn(bootstrap_command=command))
+    assert actor.variable.call_one("ONLY").get(DEADLINE) == "this"
+    assert actor.variable.call_one("PATH").get(DEADLINE) is None
+
+
+def test_a_command_that_cannot_be_run(spawn: Callable[..., ProcMesh], faults: Faults) -> None:
+    mesh = spawn(bootstrap_command=BootstrapCommand("/no/such/program"))
+    assert isinstance(mesh.initialized.exception(DEADLINE), SupervisionError)
+    assert "cannot run the bootstrap command '/no/such/program': No such file" in faults.wait()[0].report()
+    with pytest.raises(TypeError, match=r"a BootstrapCommand expected for \{\}, not str"):
+        this_host().spawn_procs(bootstrap_command=lambda point: "python")  # type: ignore[arg-type,return-value]
+
+
+def test_another_python_runs_procs_and_what_they_spawn(spawn: Callable[..., ProcMesh], tmp_path: Path) -> None:
+    python = tmp_path / "my-python"
+    python.write_text(f'#!/bin/sh\nMY_PYTHON=yes exec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    mesh = this_host().with_python_executable(str(python)).spawn_procs()
+    try:
+        parent: Any = mesh.spawn("parent", Executables)
+        assert parent.get.call_one().get(DEADLINE) == ("yes", "yes")
+    finally:
+        mesh.stop().get(DEADLINE)
+
+
+@pytest.mark.skipif(
+    not Path("/sys/devices/system/node/node0/cpulist").exists(), reason="this machine tells no NUMA nodes"
+)
+def test_procs_can_be_bound_to_numa_nodes(spawn: Callable[..., ProcMesh], faults: Faults) -> None:
+    actor = environment_of(spawn(proc_bind=[{"cpunodebind": "0", "membind": "0"}]))
+    _, bound, _ = actor.place.call_one().get(DEADLINE)
+    assert set(bound) <= set(numa.cpus_of([0]))
+    assert not faults.failures
+    mesh = spawn(proc_bind=[{"cpunodebind": "999"}])
+    assert isinstance(mesh.initialized.exception(DEADLINE), SupervisionError)
+    assert "'cpunodebind': [999]" in faults.wait()[0].report()
+
+
+def test_who_asked_is_told_of_new_procs(spawn: Callable[..., ProcMesh]) -> None:
+    told: list[ProcMesh] = []
+    register_proc_mesh_spawn_callback(told.append)
+    mesh = spawn(name="announced")
+    unregister_proc_mesh_spawn_callback(told.append)
+    spawn()
+    assert told == [mesh]
+    with pytest.raises(ValueError, match="not in list"):
+        unregister_proc_mesh_spawn_callback(told.append)
+    assert mesh in get_active_proc_meshes()
+    mesh.stop().get(DEADLINE)
+    assert mesh not in get_active_proc_meshes()
+
+
+def test_a_table_of_procs(spawn: Callable[..., ProcMesh]) -> None:
+    mesh = spawn(per_host={"x": 1, "gpus": 2}, name="t")
+    head, *rows = [line.split() for line in mesh.to_table().splitlines()]
+    assert head == ["rank", "x", "gpus", "host", "proc"]
+    assert [row[:4] for row in rows] == [[str(n), "0", str(n), os.uname().nodename] for n in range(2)]
