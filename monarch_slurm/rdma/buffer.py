@@ -14,7 +14,7 @@ from monarch_slurm.rdma.choice import RDMATcpFallbackWarning, get_rdma_backend
 from monarch_slurm.rdma.engine import Op, Target
 from monarch_slurm.rdma.errors import RDMAError, gathered
 from monarch_slurm.rdma.manager import Home, Manager, manager
-from monarch_slurm.rdma.memory import Memory, host_bytes, memory_of
+from monarch_slurm.rdma.memory import Memory, memory_of
 from monarch_slurm.rdma.samehost import SharedMemory
 
 _INLINE_BYTES = 256 * 1024
@@ -34,9 +34,8 @@ class RDMABuffer:
     Transfers are not ordered against the owner's own reads and writes: agree by messages who touches the memory when.
 
     Args:
-        data: a contiguous tensor of any shape, type and device, or a C-contiguous memoryview. For a tensor on a GPU the
-        transfer
-            bounces through host memory.
+        data: a contiguous tensor of any shape, type and device, or a C-contiguous memoryview. Peers on this host map
+            memory of a GPU; for others it bounces through host memory.
 
     Raises:
         ValueError: ``data`` is something else, or has no bytes.
@@ -289,21 +288,18 @@ class _Batch:
             self.future._resolve(lambda: None)
 
     def _transfer(self, group: tuple[Home, bool, bool], items: list[_Queued]) -> RDMAError | None:
-        ops, bounced = [], []
-        for item in items:
-            memory = item.memory
-            if memory.stager is not None:
-                bounce = host_bytes(item.nbytes, memory.stager)
-                bounced.append((item, bounce))
-                if item.write:
-                    memory.stager.to_host(0, bounce.address, item.nbytes)
-                memory = bounce
-            ops.append(Op(item.write, memory.address, item.nbytes, item.buffer._target, memory.anchor))
-        failure = self._here.transfer(*group, ops, self._deadline)
-        for item, bounce in bounced:
-            if failure is None and not item.write and item.memory.stager is not None:
-                item.memory.stager.from_host(0, bounce.address, item.nbytes)
-        return failure
+        ops = [
+            Op(
+                item.write,
+                item.memory.address,
+                item.nbytes,
+                item.buffer._target,
+                item.memory.anchor,
+                item.memory.stager,
+            )
+            for item in items
+        ]
+        return self._here.transfer(*group, ops, self._deadline)
 
 
 def _settle(future: Future[None], work: Callable[[], None]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from monarch_slurm.rdma.errors import RDMATimeoutError
+from monarch_slurm.rdma.memory import Stager
 
 
 @dataclass(frozen=True)
@@ -24,19 +25,25 @@ class Target:
 
 
 class Op(NamedTuple):
-    """One copy between local host memory at ``address`` and the first ``nbytes`` of ``target``."""
+    """One copy between local memory and the first ``nbytes`` of ``target``.
+
+    The local memory lies at ``address`` of the host, or is reached by its ``stager`` only.
+    """
 
     write: bool
     address: int
     nbytes: int
     target: Target
     anchor: object | None = None
+    stager: Stager | None = None
 
 
 class Engine(Protocol):
     """One way of transfer to one peer."""
 
     name: str
+    takes_devices: bool
+    """Whether local memory may be a device's, and the targets are."""
 
     def transfer(self, ops: Sequence[Op], deadline: float) -> None:
         """Do all ``ops``; return when all are complete.

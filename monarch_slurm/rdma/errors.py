@@ -42,6 +42,16 @@ class DeviceError(RDMAError):
     """The RDMA device or its link is down. The next transfer tries it again with a new connection."""
 
 
+class NoDirectWayError(RDMAError):
+    """This process cannot map the owner's GPU memory. Users do not see it: another way is taken.
+
+    Attributes:
+        lasting: it will not be able to later, either.
+    """
+
+    lasting: bool = True
+
+
 class NoBackendError(RDMAError):
     """The two processes have no way of transfer in common that the settings allow."""
 

@@ -14,6 +14,7 @@ class LocalEngine:
     """Copies from and to buffers of this process."""
 
     name = "local"
+    takes_devices = True
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -24,6 +25,13 @@ class LocalEngine:
             entry = self._registry.find(op.target.slot, op.target.key)
             stager = entry.memory.stager
             with self._registry.using(entry):
+                if stager is not None and op.stager is not None:
+                    ends = (stager, op.stager) if op.write else (op.stager, stager)
+                    ends[0].copy(ends[1], op.nbytes)
+                    continue
+                if op.stager is not None:
+                    (op.stager.to_host if op.write else op.stager.from_host)(0, entry.memory.address, op.nbytes)
+                    continue
                 if stager is not None:
                     (stager.from_host if op.write else stager.to_host)(0, op.address, op.nbytes)
                     continue

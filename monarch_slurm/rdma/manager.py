@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 from monarch_slurm.actor.client import client
@@ -15,9 +17,11 @@ from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.config import settings
 from monarch_slurm.host.identity import ADDRESS_VARIABLE, pid_space
 from monarch_slurm.rdma import samehost
+from monarch_slurm.rdma.bounce import on_host
 from monarch_slurm.rdma.control import Control, Fields
 from monarch_slurm.rdma.engine import Engine, Op, remaining
-from monarch_slurm.rdma.errors import NoBackendError, PeerLostError, RDMAError
+from monarch_slurm.rdma.errors import NoBackendError, NoDirectWayError, PeerLostError, RDMAError, RDMATimeoutError
+from monarch_slurm.rdma.gpu_ipc import GpuExports, GpuIpc
 from monarch_slurm.rdma.local import LocalEngine
 from monarch_slurm.rdma.options import chunk_bytes, transports
 from monarch_slurm.rdma.records import TransferRecord, records
@@ -28,6 +32,8 @@ from monarch_slurm.rdma.tcp_server import TcpServer
 from monarch_slurm.rdma.verbs import VerbsEngine, VerbsHost, verbs_host
 from monarch_slurm.rdma.workers import Workers
 from monarch_slurm.wire import CONTROLLER, Address
+
+logger = logging.getLogger(__name__)
 
 
 class Home(NamedTuple):
@@ -62,11 +68,11 @@ class _Peer:
             if engine is not None:
                 engine.lost(reason)
 
-    def engine(self, mapped: bool, direct: bool, deadline: float) -> Engine:
+    def engine(self, mapped: bool, direct: bool, deadline: float, without: Set[str] = frozenset()) -> Engine:
         """Return the best engine: for memory that can be ``mapped``, or that the CPU can reach at all (``direct``)."""
         if self._lost:
             raise PeerLostError(f"the owner of the buffer is gone: {self._lost}")
-        allowed = transports()
+        allowed = transports() - without
         if not self._lock.acquire(timeout=remaining(deadline)):
             remaining(deadline)
         try:
@@ -80,6 +86,8 @@ class _Peer:
                 for name in ("process_vm", "ibverbs"):
                     if name in common and (found := self._get(name, card, deadline)) is not None:
                         return found
+            elif "gpu_ipc" in common and (found := self._get("gpu_ipc", card, deadline)) is not None:
+                return found
             if "tcp" in common and (found := self._get("tcp", card, deadline)) is not None:
                 return found
         finally:
@@ -105,6 +113,27 @@ class _Peer:
     def _make_shm(self, card: Fields, deadline: float) -> Engine | None:
         same = self._get("process_vm", card, deadline)
         return SameHostMapped(same) if isinstance(same, SameHost) else None
+
+    def _make_gpu_ipc(self, card: Fields, deadline: float) -> Engine | None:
+        same = self._get("process_vm", card, deadline)
+        if not isinstance(same, SameHost):
+            return None
+
+        def ask(kind: str, fields: Fields, by: float) -> Fields:
+            return self._manager.ask(self._home, kind, {**fields, "home": tuple(self._manager.home)}, by)
+
+        return GpuIpc(same, card["pid"], ask, self._manager.workers.run)
+
+    def give_up(self, name: str, why: str) -> None:
+        """Do without an engine from now on."""
+        logger.warning("memory of GPUs of %s is not reached by %s, but more slowly: %s", self._home.process, name, why)
+        self._engines[name] = None
+
+    def forget(self, allocations: Sequence[int]) -> None:
+        """The owner has dropped all buffers in these allocations of GPU memory."""
+        engine = self._engines.get("gpu_ipc")
+        if isinstance(engine, GpuIpc):
+            engine.forget(allocations)
 
     def _make_ibverbs(self, card: Fields, deadline: float) -> Engine | None:
         verbs = verbs_host()
@@ -133,10 +162,13 @@ class Manager:
             "drop": self._drop,
             "verbs_connect": self._verbs_connect,
             "verbs_register": self._verbs_register,
+            "gpu_export": self._gpu_export,
+            "gpu_forget": self._gpu_forget,
         }
         self.control = Control(runtime, answers, self.workers.run)
         self.home = Home(*runtime.address, self.control.port)
         self.local = LocalEngine(self.registry)
+        self.gpu_exports = GpuExports(self.registry)
         self._lock = threading.Lock()
         self._peers: dict[Home, _Peer] = {}
         self._servers: dict[tuple[str, ...], TcpServer] = {}
@@ -149,13 +181,14 @@ class Manager:
 
     def engine(self, home: Home, mapped: bool, direct: bool, deadline: float) -> Engine:
         """Return the best engine to ``home``."""
-        if home == self.home:
-            return self.local
+        return self.local if home == self.home else self._peer(home).engine(mapped, direct, deadline)
+
+    def _peer(self, home: Home) -> _Peer:
         with self._lock:
             peer = self._peers.get(home)
             if peer is None:
                 peer = self._peers[home] = _Peer(self, home)
-        return peer.engine(mapped, direct, deadline)
+        return peer
 
     def transfer(self, home: Home, mapped: bool, direct: bool, ops: Sequence[Op], deadline: float) -> RDMAError | None:
         """Do ``ops``, which all go to ``home``; return what went wrong."""
@@ -163,8 +196,15 @@ class Manager:
         backend, failure = "", None
         try:
             engine = self.engine(home, mapped, direct, deadline)
-            backend = engine.name
-            engine.transfer(ops, deadline)
+            try:
+                backend = engine.name
+                self._transfer(engine, ops, deadline)
+            except NoDirectWayError as error:
+                if error.lasting:
+                    self._peer(home).give_up(engine.name, str(error))
+                engine = self._peer(home).engine(mapped, direct, deadline, without={engine.name})
+                backend = engine.name
+                self._transfer(engine, ops, deadline)
         except RDMAError as error:
             failure = error.by(backend)
         except Exception as error:  # a fault of this package; whoever waits must hear of it
@@ -176,11 +216,21 @@ class Manager:
         records.add(TransferRecord(str(home.process), backend or "none", len(ops), nbytes, seconds, text))
         return failure
 
+    def _transfer(self, engine: Engine, ops: Sequence[Op], deadline: float) -> None:
+        if engine.takes_devices:
+            engine.transfer(ops, deadline)
+        else:
+            with on_host(ops) as hosted:
+                engine.transfer(hosted, deadline)
+
     def drop(self, slot: int, key: int, deadline: float) -> None:
         """Take back a buffer of this process; see `Registry.drop`."""
         entry = self.registry.drop(slot, key, deadline)
         if self.verbs is not None:
             self.verbs.drop(entry)
+        for home, allocations in self.gpu_exports.drop(entry).items():
+            with contextlib.suppress(PeerLostError, RDMATimeoutError):  # what a dead process has mapped is unmapped
+                self.ask(home, "gpu_forget", {"allocations": allocations, "home": tuple(self.home)}, deadline)
 
     # ---- answers to peers
 
@@ -218,6 +268,13 @@ class Manager:
 
     def _drop(self, _: Address, fields: Fields) -> Fields:
         self.drop(fields["slot"], fields["key"], time.monotonic() + fields["seconds"])
+        return {}
+
+    def _gpu_export(self, _: Address, fields: Fields) -> Fields:
+        return self.gpu_exports.send(Home(*fields["home"]), fields)
+
+    def _gpu_forget(self, _: Address, fields: Fields) -> Fields:
+        self._peer(Home(*fields["home"])).forget(fields["allocations"])
         return {}
 
     def _verbs_connect(self, asking: Address, fields: Fields) -> Fields:

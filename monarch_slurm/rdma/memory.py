@@ -1,8 +1,7 @@
 """Where the bytes of a tensor or memoryview lie, and what keeps them there.
 
-Memory of a GPU has no address that the CPU may touch: it is bounced through host memory by its `Stager`. Direct ways
-(IPC handles on one host, dmabuf registration with an RDMA device) would be engines of their own, chosen by
-`Memory.stager`'s device.
+Memory of a GPU has no address that the CPU may touch. Engines that cannot take it as it is get host memory that its
+`Stager` copies from or to (`bounce`).
 """
 
 from __future__ import annotations
@@ -11,17 +10,47 @@ import ctypes
 import sys
 import weakref
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 
-class Stager(Protocol):
-    """Copies between device memory and host memory; both calls return when the copy is complete."""
+class Stager:
+    """Memory of a device, which the CPU reaches by copies only; they return when they are complete.
+
+    Args:
+        tensor: contiguous; `bytes` is the same memory as a flat uint8 tensor.
+    """
+
+    def __init__(self, tensor: Any) -> None:
+        self._torch = sys.modules["torch"]
+        self.bytes = tensor.detach().reshape(-1).view(self._torch.uint8)
+
+    def pinned(self, nbytes: int) -> Any:
+        """Return ``nbytes`` of host memory that the device copies from and to quickly, as a tensor."""
+        return self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=self.bytes.device.type == "cuda")
 
     def to_host(self, offset: int, address: int, nbytes: int) -> None:
         """Copy ``nbytes`` from ``offset`` in the device memory to the host ``address``."""
+        host_tensor(address, nbytes).copy_(self.bytes[offset : offset + nbytes])
 
     def from_host(self, offset: int, address: int, nbytes: int) -> None:
         """Copy ``nbytes`` from the host ``address`` to ``offset`` in the device memory."""
+        self.bytes[offset : offset + nbytes].copy_(host_tensor(address, nbytes))
+        self._wait()
+
+    def copy(self, other: Stager, nbytes: int) -> None:
+        """Copy the first ``nbytes`` of the other memory to the start of this one."""
+        self.bytes[:nbytes].copy_(other.bytes[:nbytes])
+        self._wait()
+
+    def _wait(self) -> None:
+        if self.bytes.device.type == "cuda":
+            self._torch.cuda.current_stream(self.bytes.device).synchronize()
+
+
+def host_tensor(address: int, nbytes: int) -> Any:
+    """Return host memory as a uint8 tensor. It keeps nothing alive."""
+    torch = sys.modules["torch"]
+    return torch.frombuffer(view_of(address, nbytes), dtype=torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,42 +117,20 @@ def memory_of(data: Any) -> Memory:
         nbytes = data.numel() * data.element_size()
         if data.device.type == "cpu":
             return Memory(data.data_ptr(), nbytes, False, data, _anchor(data.untyped_storage()))
-        return Memory(0, nbytes, False, data, None, _TensorStager(data))
+        return Memory(0, nbytes, False, data, None, Stager(data))
     raise ValueError(
         f"RDMABuffer only supports contiguous torch.Tensor or c-contiguous memoryview. Got: {_describe(data)}"
     )
 
 
-def host_bytes(nbytes: int, like: Stager | None = None) -> Memory:
-    """Return fresh host memory of ``nbytes``, page-locked if ``like`` is a GPU's stager that can use that."""
-    if isinstance(like, _TensorStager):
-        return memory_of(like.pinned(nbytes))
-    return memory_of(memoryview(bytearray(nbytes)))
+def host_bytes(nbytes: int, near: Stager) -> Memory:
+    """Return fresh host memory of ``nbytes`` to bounce through, page-locked if ``near`` is on a GPU."""
+    return memory_of(near.pinned(nbytes))
 
 
 def view_of(address: int, nbytes: int) -> memoryview:
     """Return a writable view of host memory, as bytes. It keeps nothing alive."""
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
-
-
-class _TensorStager:
-    def __init__(self, tensor: Any) -> None:
-        self._torch = sys.modules["torch"]
-        self._bytes = tensor.detach().reshape(-1).view(self._torch.uint8)
-
-    def pinned(self, nbytes: int) -> Any:
-        return self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=self._bytes.device.type == "cuda")
-
-    def to_host(self, offset: int, address: int, nbytes: int) -> None:
-        self._host(address, nbytes).copy_(self._bytes[offset : offset + nbytes])
-
-    def from_host(self, offset: int, address: int, nbytes: int) -> None:
-        self._bytes[offset : offset + nbytes].copy_(self._host(address, nbytes))
-        if self._bytes.device.type == "cuda":
-            self._torch.cuda.current_stream(self._bytes.device).synchronize()
-
-    def _host(self, address: int, nbytes: int) -> Any:
-        return self._torch.frombuffer(view_of(address, nbytes), dtype=self._torch.uint8)
 
 
 def _is_tensor(data: Any) -> bool:

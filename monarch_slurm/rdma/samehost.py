@@ -135,6 +135,7 @@ class SameHost:
     """
 
     name = "process_vm"
+    takes_devices = False
 
     def __init__(self, pid: int, nonce_address: int, nonce: bytes, lock_fd: int) -> None:
         self._pid = pid
@@ -146,7 +147,7 @@ class SameHost:
 
     def transfer(self, ops: Sequence[Op], deadline: float) -> None:
         """See `Engine.transfer`."""
-        with self._holding(ops, deadline):
+        with self.holding(ops, deadline):
             for write in (False, True):
                 call = _writev if write else _readv
                 batch = [(op.address, op.target.address, op.nbytes) for op in ops if op.write is write]
@@ -159,7 +160,7 @@ class SameHost:
 
     def transfer_mapped(self, ops: Sequence[Op], deadline: float) -> None:
         """Copy ``ops`` whose targets have a mapping."""
-        with self._holding(ops, deadline):
+        with self.holding(ops, deadline):
             pieces = []
             for op in ops:
                 assert op.target.mapping is not None
@@ -178,7 +179,13 @@ class SameHost:
             self._lock_file = -1
 
     @contextlib.contextmanager
-    def _holding(self, ops: Sequence[Op], deadline: float) -> Iterator[None]:
+    def holding(self, ops: Sequence[Op], deadline: float) -> Iterator[None]:
+        """Hold off the drop of the buffers of ``ops`` while the block runs.
+
+        Raises:
+            BufferGoneError: one is dropped.
+            PeerLostError: the process has ended.
+        """
         slots = [op.target.slot for op in ops]
         # Locks of one open file do not exclude each other, but unlocking would unlock for all: one batch at a time.
         if not self._lock.acquire(timeout=remaining(deadline)):
@@ -245,6 +252,7 @@ class SameHostMapped:
     """The same process as a `SameHost`, for buffers whose memory can be mapped."""
 
     name = "shm"
+    takes_devices = False
 
     def __init__(self, host: SameHost) -> None:
         self._host = host

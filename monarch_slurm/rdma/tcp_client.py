@@ -43,6 +43,7 @@ class TcpEngine:
     """
 
     name = "tcp"
+    takes_devices = False
 
     def __init__(
         self,

@@ -214,6 +214,7 @@ class VerbsEngine:
     """
 
     name = "ibverbs"
+    takes_devices = False
 
     def __init__(self, host: VerbsHost, ask: Ask) -> None:
         self._host = host

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
+from collections.abc import Iterator
 from typing import Any
 
 from monarch_slurm.actor import Actor, endpoint
@@ -21,6 +23,24 @@ def digest(data: Any) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+@contextlib.contextmanager
+def as_if_on_a_device() -> Iterator[None]:
+    """Let memory be taken for a device's: reached by copies only."""
+    import torch
+
+    from monarch_slurm.rdma import buffer, memory
+
+    def stand_in(data: memoryview) -> memory.Memory:
+        tensor = torch.frombuffer(data, dtype=torch.uint8)
+        return memory.Memory(0, len(data), False, tensor, None, memory.Stager(tensor))
+
+    buffer.memory_of = stand_in
+    try:
+        yield
+    finally:
+        buffer.memory_of = memory.memory_of
+
+
 class Holder(Actor):
     """Owns memory, and reads and writes that of others."""
 
@@ -33,6 +53,20 @@ class Holder(Actor):
         view[:] = pattern(nbytes, seed)
         self.memory.append(view)
         return RDMABuffer(view)
+
+    @endpoint
+    def make_device(self, nbytes: int, seed: int) -> RDMABuffer:
+        view = memoryview(pattern(nbytes, seed))
+        self.memory.append(view)
+        with as_if_on_a_device():
+            return RDMABuffer(view)
+
+    @endpoint
+    def read_to_device(self, buffer: RDMABuffer) -> tuple[str, str]:
+        target = bytearray(buffer.size())
+        with as_if_on_a_device():
+            buffer.read_into(memoryview(target)).get(120)
+        return digest(target), recent_transfers()[-1].backend
 
     @endpoint
     def make_many(self, sizes: list[int]) -> list[RDMABuffer]:

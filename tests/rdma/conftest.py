@@ -26,8 +26,8 @@ def spawn() -> Iterator[Callable[..., Any]]:
     """Return a function that spawns `Holder` in ``count`` procs of one backend."""
     meshes: list[ProcMesh] = []
 
-    def make(count: int, backend: str) -> Any:
-        def bootstrap(transports: str = TRANSPORTS[backend]) -> None:
+    def make(count: int, backend: str, transports: str = "") -> Any:
+        def bootstrap(transports: str = transports or TRANSPORTS[backend]) -> None:
             from monarch_slurm.config import configure
 
             configure(rdma_transports=transports + ",local")
