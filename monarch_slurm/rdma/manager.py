@@ -35,6 +35,8 @@ from monarch_slurm.wire import CONTROLLER, Address
 
 logger = logging.getLogger(__name__)
 
+_LOOPBACK = "127.0.0.1"
+
 
 class Home(NamedTuple):
     """The process that owns a buffer, and the port of its manager."""
@@ -246,7 +248,7 @@ class Manager:
         }
 
     def _open_tcp(self, _: Address, fields: Fields) -> Fields:
-        listen = ("127.0.0.1",) if fields["network"] == samehost.network_id() else tuple(self._reachable())
+        listen = (_LOOPBACK,) if fields["network"] == samehost.network_id() else tuple(self._reachable())
         with self._lock:
             server = self._servers.get(listen)
             if server is None:
@@ -259,6 +261,7 @@ class Manager:
         if told:
             return [told]
         published = client().hub.addresses if self.home.process == CONTROLLER else []
+        published = [address for address in published if address != _LOOPBACK]  # this machine's own agents join there
         if not published:
             raise NoBackendError(
                 f"process {self.home.process} can be reached from its own network only: it has published no address, "

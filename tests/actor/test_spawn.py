@@ -86,7 +86,7 @@ def test_wrong_arguments_of_spawn_procs() -> None:
         host.spawn_procs(proc_bind=[{"cpus": "zero"}])
     with pytest.raises(ValueError, match="knows cpus, physcpubind, gpus"):
         host.spawn_procs(proc_bind=[{"nodes": "0"}])
-    with pytest.raises(TypeError, match="per_host maps labels to numbers of procs, such as .*; not 'gpus' to 'eight'"):
+    with pytest.raises(TypeError, match=r"per_host maps labels to numbers of procs, such as .*; not 'gpus' to 'eight'"):
         host.spawn_procs({"gpus": "eight"})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="gpus_per_proc must be 1 or more"):
         host.spawn_procs(gpus_per_proc=0)
