@@ -38,6 +38,9 @@ _STATE_STYLES = {
     "lost": "bold red",
 }
 _LEVEL_STYLES = {"info": "dim", "bad": "red", "good": "green", "warn": "yellow"}
+_WIDE = 100
+"""Columns of a terminal from which on everything has room."""
+
 _WORST_FIRST = ("down", "lost", "restarting", "joining", "starting")
 
 
@@ -118,7 +121,6 @@ class LiveView:
 
     def _head(self) -> RenderableType:
         s = self.state
-        grid = Table.grid(padding=(0, 3))
         cells = (
             ("step", f"{s.step}"),
             ("tokens/s", units.count(s.tokens_per_second())),
@@ -128,9 +130,14 @@ class LiveView:
             ("quorum", f"{units.MISSING if s.quorum_id is None else s.quorum_id}"),
             ("failures", f"{s.failures}, {s.recoveries} recovered"),
         )
-        grid.add_row(*(Text(name, style="dim", no_wrap=True) for name, _ in cells))
-        grid.add_row(*(Text(value, style="bold", no_wrap=True) for _, value in cells))
-        return grid
+        rows = [cells] if self.console.width >= _WIDE else [cells[:4], cells[4:]]
+        grids = []
+        for row in rows:
+            grid = Table.grid(padding=(0, 3))
+            grid.add_row(*(Text(name, style="dim", no_wrap=True) for name, _ in row))
+            grid.add_row(*(Text(value, style="bold", no_wrap=True) for _, value in row))
+            grids.append(grid)
+        return Group(*grids)
 
     def _bar(self) -> RenderableType:
         s, budget = self.state, max(1, self.config.tokens)
@@ -156,7 +163,9 @@ class LiveView:
         table = Table(box=None, padding=(0, 2, 0, 0), expand=True, header_style="dim")
         for name, width, right in (("replica", 7, True), ("state", 12, False), ("gen", 4, True), ("step", 8, True)):
             table.add_column(name, width=width, justify="right" if right else "left", no_wrap=True)
-        table.add_column("host", ratio=1, no_wrap=True)
+        wide = self.console.width >= _WIDE
+        if wide:
+            table.add_column("host", ratio=1, no_wrap=True)
         table.add_column("last failure", ratio=2, no_wrap=True)
         for r, s in replicas:
             style = _STATE_STYLES.get(s.state, "dim")
@@ -165,7 +174,7 @@ class LiveView:
                 Text(f"● {s.state}", style=style),
                 Text(str(s.generation)),
                 Text(str(s.step)),
-                Text(s.host, overflow="ellipsis"),
+                *([Text(s.host, overflow="ellipsis")] if wide else []),
                 Text(s.last_failure, style="dim", overflow="ellipsis"),
             )
         return Group(table, Text(f"and {hidden} more", style="dim")) if hidden else table

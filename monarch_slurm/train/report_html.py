@@ -142,8 +142,8 @@ def _tiles(report: Report) -> str:
         tiles.append(("Recovery, median", units.seconds(commit["median"]), f"worst {units.seconds(commit['worst'])}"))
     stall = s["stall_attributable"]
     if stall["count"]:
-        note = f"the worst of all failures; median {units.seconds(stall['median'])}"
-        tiles.append(("Attributable stall", units.seconds(stall["worst"]), note))
+        note = f"of survivors, because of a failure; worst {units.seconds(stall['worst'])}"
+        tiles.append(("Stall, median", units.seconds(stall["median"]), note))
     equal = s.get("final_states_equal")
     if equal is not None:
         note = "equal in all replicas, by sha256" if equal else "they should be equal in all replicas"
@@ -252,10 +252,15 @@ def _table(report: Report) -> str:
     if not found:
         return ""
     started = float(report["started"])
+    ranks = any(f["rank"] for f in found)
     columns: list[tuple[str, str, Callable[[dict[str, Any]], str]]] = [
         ("#", "", lambda f: f'<a href="#f{f["index"]}">{f["index"]}</a>' if _has_words(f) else str(f["index"])),
         ("time", "", lambda f: units.elapsed(float(f["start"]) - started)),
-        ("replica", "", lambda f: str(f["replica"]) if f["rank"] is None else f"{f['replica']}.{f['rank']}"),
+        (
+            "replica",
+            "",
+            lambda f: f"{f['replica']}.{f['rank']}" if ranks and f["rank"] is not None else str(f["replica"]),
+        ),
         ("host", "text", lambda f: _e(f["host"]) or units.MISSING),
         ("type", "text", lambda f: f'<span class="type">{symbol(f["type"], 12)}{_e(f["type"])}</span>'),
         ("exit", "text", lambda f: _e(units.one_line(f["exit"], 40)) or units.MISSING),
@@ -275,8 +280,9 @@ def _table(report: Report) -> str:
         "<tr>" + "".join(f'<td class="{kind}">{show(f)}</td>' for _, kind, show in columns) + "</tr>" for f in found
     )
     note = (
-        "Times in seconds. Replica 2.1 is rank 1 of replica 2. Stall: the longest wait of a survivor for its next "
-        "quorum; attributable: the part of it after every survivor had asked. Syncs lost: thrown away by survivors, "
+        f"Times in seconds. {'Replica 2.1 is rank 1 of replica 2. ' if ranks else ''}"
+        "Stall: the longest wait of a survivor for its next quorum; attributable: the part of it after every survivor "
+        "had asked. Syncs lost: thrown away by survivors, "
         "summed over them."
     )
     return (

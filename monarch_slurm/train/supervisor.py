@@ -9,6 +9,7 @@ replica's hosts get new zygotes, then the replica is given up and the manager of
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -343,8 +344,9 @@ class ReplicaActor(Actor):
 
 
 def _cause(failure: MeshFailure) -> str:
-    """Return what happened in one line, without whom it happened to: the event that carries it has that."""
+    """Return what happened in one line, without the exit and whom it happened to: the event has those."""
     if failure.traceback:
         return failure.traceback.strip().splitlines()[-1]
     first = failure.event.partition("\n")[0]
-    return first.rpartition(" failed: ")[2] or first
+    text = first.rpartition(" failed: ")[2] or first
+    return re.sub(rf"^{re.escape(failure.exit or '')} \(host [^)]*\)(; )?", "", text)

@@ -144,6 +144,12 @@ class TestPanel:
         assert "replica 2 recovered" in out.getvalue().split("debug: ")[-1]
         assert "debug: finished" in out.getvalue()
 
+    def test_a_terminal_of_sixty_columns_has_all_figures(self):
+        text = panel_of(eventful(), width=60)
+        for name in ("step", "tokens/s", "train loss", "val loss", "participants", "quorum", "failures"):
+            assert name in text
+        assert "…" not in text.partition("replica")[0]
+
     def test_a_narrow_terminal(self):
         assert "tokens" in panel_of(eventful(), width=40, height=10)
 
