@@ -22,9 +22,10 @@ from monarch_slurm.actor.errors import MeshFailure
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.layout import ProcLayout
 from monarch_slurm.actor.local_host import LocalHost
+from monarch_slurm.actor.log_printer import LogPrinter
 from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.actor.shape import Extent, Point, Shape
-from monarch_slurm.config import settings, warn_of_unknown_variables
+from monarch_slurm.config import get_global_config, settings, warn_of_unknown_variables
 from monarch_slurm.host import HostDown, HostInfo, Hub, ProcDown
 from monarch_slurm.host.stacks import register_stacks
 from monarch_slurm.wire import CONTROLLER, JobKeys, Loop, Message
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 _EXIT_SECONDS = 1.0
 """Seconds for cleanups at the end of the program, which is the end of every mesh that it has not stopped."""
+
+_LOG_SECONDS = 1.0
+"""Seconds at the end of the program for the lines of procs that have not been printed."""
 
 _AGENT_SECONDS = 2.0
 """Seconds that an agent may take beyond its procs, before it is killed."""
@@ -82,6 +86,8 @@ class Client:
         self._faults_stopped = False
         self._ending = threading.Lock()
         self.ended = False
+        self._log_printer = LogPrinter(self._send, lambda: bool(get_global_config()["prefix_with_rank"]))
+        self.runtime.print_logs = self._log_printer.flush
         register_stacks()
         self._console = open_console(self._loop, self.runtime, lambda: list(self.hub.hosts.values()))
         threading.Thread(target=self._judge_faults, name="monarch-faults", daemon=True).start()
@@ -122,7 +128,7 @@ class Client:
         if message.kind == "proc_down" and not message.fields["expected"]:
             with self.hosts_changed:
                 self.proc_failures.append(ProcDown(**message.fields))
-        if not self.runtime.handle(message):
+        if not self.runtime.handle(message) and not self._log_printer.take(message):
             logger.error("unknown message %r from %s", message.kind, message.src)
 
     def _host_joined(self, info: HostInfo) -> None:
@@ -154,6 +160,7 @@ class Client:
                 self.hosts_changed.wait_for(lambda: not self.joined, max(0.0, deadline - time.monotonic()))
             self._loop.stop()
             self._loop.join(1.0)
+            self._log_printer.flush(_LOG_SECONDS)
             self._console.close()
             self.hub.close()
             self.ended = True

@@ -14,12 +14,13 @@ from monarch_slurm.actor.context import context
 from monarch_slurm.actor.errors import SupervisionError
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.layout import ProcLayout
+from monarch_slurm.actor.log_options import set_logging
 from monarch_slurm.actor.mesh_trait import MeshTrait
 from monarch_slurm.actor.owned import OwnedProcs
 from monarch_slurm.actor.proc_mesh import ProcMesh, note_spawned, set_host_maker
 from monarch_slurm.actor.replies import VALUE, CountDown
 from monarch_slurm.actor.shape import Point, Shape, Slice
-from monarch_slurm.config import settings
+from monarch_slurm.config import get_global_config, settings
 from monarch_slurm.gpu import parse_cpu_list
 from monarch_slurm.wire import AGENT, Address, Message, dumps, loads
 
@@ -69,6 +70,13 @@ class HostMesh(MeshTrait):
     def host_names(self) -> list[str]:
         """Names of the hosts, in order of rank, as people know them."""
         return [self._hosts[rank].partition("#")[0] for rank in self._shape.ndslice]
+
+    @property
+    def stream_logs(self) -> bool:
+        """Whether the program prints the lines of procs that are spawned here now, from their first: the setting
+        ``enable_log_forwarding``. `ProcMesh.logging_option` changes it for procs that run.
+        """
+        return bool(get_global_config()["enable_log_forwarding"])
 
     @property
     def initialized(self) -> Future[bool]:
@@ -152,6 +160,8 @@ class HostMesh(MeshTrait):
         port = runtime.expect_from(
             None, layout, ranks, arrived, lambda rank, reason: ready._fail(SupervisionError(reason))
         )
+        if self.stream_logs:  # asked for before there is a line
+            set_logging(layout, range(count), stream=True, window=None, level=None)
         for host, ranks_there in layout.by_host(range(count)).items():
             fields = {
                 "mesh": mesh,

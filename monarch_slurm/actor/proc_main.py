@@ -57,6 +57,8 @@ class _Proc:
             self._start(message)
         elif message.kind == "exit":
             self._exit(message.fields["timeout"])
+        elif message.kind == "log_level":
+            logging.getLogger().setLevel(message.fields["level"])
         elif message.kind == "ping":
             self._link.send(Message("pong", message.src, self._runtime.address))
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import signal
 import weakref
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from monarch_slurm.actor.endpoint import uses_loop
 from monarch_slurm.actor.errors import SupervisionError
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
+from monarch_slurm.actor.log_options import check_logging, set_logging
 from monarch_slurm.actor.mesh_trait import MeshTrait
 from monarch_slurm.actor.messages import creator_to_fields, ref_to_fields
 from monarch_slurm.actor.owned import OwnedActors
@@ -161,6 +163,40 @@ class ProcMesh(MeshTrait):
             runtime = context().actor_instance.runtime
             runtime.stop_procs(self._layout, self._shape.ndslice, timeout, lambda: future._resolve(lambda: None))
         return self._stopped
+
+    async def logging_option(
+        self,
+        stream_to_client: bool = False,
+        aggregate_window_sec: int | None = None,
+        level: int = logging.INFO,
+    ) -> None:
+        """Say what becomes of the lines that these procs print from now on, and what Python's loggers there let pass.
+
+        Lines of stdout and stderr, log records among them, are printed by the program on its own stdout and stderr. It
+        never makes a proc wait: lines that the program does not read in time are left out there, with their number,
+        and are in the logs of the hosts. When this returns, lines that were said before have been printed.
+
+        Args:
+            stream_to_client: whether the program prints the lines, too. On its own machine, only the program does.
+            aggregate_window_sec: seconds for which lines are collected, so that those which are equal but for their
+                numbers are printed once for all ranks: ``[8 similar log lines] ...``. None prints each at once.
+            level: level of the root loggers of the procs, 0 to 255.
+
+        Raises:
+            ValueError: there is no such level.
+            RuntimeError: a window without a stream.
+        """
+        check_logging(stream_to_client, aggregate_window_sec, level)
+        await set_logging(self._layout, self._shape.ndslice, stream_to_client, aggregate_window_sec, level)
+        context().actor_instance.runtime.print_logs()
+
+    async def sync_workspace(self, *_: object, **__: object) -> None:
+        """Not here: folders are synchronized per host.
+
+        Raises:
+            NotImplementedError: always; use ``HostMesh.sync_workspace``.
+        """
+        raise NotImplementedError("folders are synchronized per host: use HostMesh.sync_workspace")
 
     def _has_stopped(self) -> bool:
         return not self._stops.ranks.isdisjoint(self._shape.ndslice)

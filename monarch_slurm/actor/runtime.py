@@ -79,6 +79,8 @@ class Runtime:
         """Interpreter of the procs that are spawned on `this_host`; empty for the agent's."""
         self.home: tuple[ProcLayout, Shape, int] | None = None
         """Layout, shape and base rank of the proc mesh that this process belongs to."""
+        self.print_logs: Callable[[], None] = lambda: None
+        """Prints the lines of procs that have come; in the client only."""
 
     def new_mesh_id(self, name: str) -> str:
         """Return an id for a mesh called ``name`` that is unique in the job, and fit for file names."""

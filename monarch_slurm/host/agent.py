@@ -23,6 +23,7 @@ from monarch_slurm.config import configure, settings
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.host.exits import ProcDown
 from monarch_slurm.host.identity import address_towards
+from monarch_slurm.host.log_streams import LogStreams
 from monarch_slurm.host.output import Output
 from monarch_slurm.host.procs import ProcTable
 from monarch_slurm.host.spawning import Place, procs_asked_for
@@ -112,7 +113,11 @@ class Agent:
         bind_ipc(router, self._socket_path)
         self._down = Link(self._loop, router, self._from_proc, self._proc_fault)
         log_dir = Path(settings().log_dir) if settings().log_dir else None
-        self._procs = ProcTable(self._loop, output, log_dir, self._may_still_speak, self._proc_ended)
+        # An agent without a job folder is a child of the client, and prints where that does.
+        self._logs = logs = LogStreams(
+            self._loop, self._address, name, self._route, lambda: self._procs.read_logs(), folder is None
+        )
+        self._procs = ProcTable(self._loop, output, log_dir, self._may_still_speak, self._proc_ended, logs.take)
         dealer = make_dealer(self._context, self.host)
         connect_tcp(dealer, invitation)
         self._up = Link(self._loop, dealer, lambda _, message: self._from_controller(message), self._controller_fault)
@@ -126,6 +131,9 @@ class Agent:
             "describe": lambda message: self._route(self._procs.describe(message)),
             "host_down": self._owner_host_down,
             "proc_down": self._owner_proc_down,
+            "logging": logs.set_option,
+            "log_flush": logs.flush_now,
+            "log_ack": logs.acknowledged,
             "stacks": stacks.ask,
             "pong": stacks.heard,
             "shutdown": self._shutdown,
@@ -230,6 +238,7 @@ class Agent:
 
     def _close(self) -> None:
         self._procs.close()
+        self._logs.flush()
         self._up.send(Message("bye", CONTROLLER, self._address))
         self._down.close()
         self._up.close(linger_ms=0 if self._exit_code == LEASE_EXPIRED else _FAREWELL_MS)
@@ -306,7 +315,7 @@ class Agent:
             return
         self._owners[mesh] = message.src
         for spec, first in asked:
-            self._waiting[spec.proc] = _Waiting(first=first)
+            self._waiting[spec.proc] = _Waiting(self._logs.greetings(spec.proc), first)
         self._procs.spawn([spec for spec, _ in asked])
 
     def _may_still_speak(self, name: str) -> bool:
@@ -326,6 +335,7 @@ class Agent:
             self._down.send(message, name)
 
     def _proc_ended(self, down: ProcDown) -> None:
+        self._logs.flush()  # its last lines come before the news of its end
         waiting = self._waiting.pop(down.proc, None)
         self._down.forget(down.proc)
         self._tombstones[down.proc] = down

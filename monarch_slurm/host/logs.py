@@ -67,9 +67,18 @@ class ProcLog:
         prefix: put before each line on the agent's own output.
         path: a file that gets the lines instead, unprefixed; None for the agent's output.
         tail_lines: lines of stderr that `tail` returns.
+        taken: called with the stream (1 or 2) and each line first; true means that it need not be printed here.
     """
 
-    def __init__(self, output: Output, prefix: str, path: Path | None, tail_lines: int) -> None:
+    def __init__(
+        self,
+        output: Output,
+        prefix: str,
+        path: Path | None,
+        tail_lines: int,
+        taken: Callable[[int, str], bool] = lambda stream, line: False,
+    ) -> None:
+        self._taken = taken
         self._output = output
         self._prefix = prefix
         self._tail: deque[str] = deque(maxlen=tail_lines)
@@ -96,7 +105,8 @@ class ProcLog:
             self._file = None
 
     def _write(self, stream: int, line: str) -> None:
+        printed_elsewhere = self._taken(stream, line)
         if self._file is not None:
             self._output.write(self._file, line)
-        else:
+        elif not printed_elsewhere:
             self._output.write(stream, f"{self._prefix} {line}")

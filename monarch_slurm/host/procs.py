@@ -54,6 +54,7 @@ class ProcTable:
         log_dir: folder for one log file per proc; None sends lines to the agent's own output.
         connected: whether a proc that is gone still has a connection, on which something that it sent may yet arrive.
         on_down: called once for each proc that ended or could not start.
+        on_line: called with each line that a proc prints, and its stream (1 or 2); true: it need not be printed here.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class ProcTable:
         log_dir: Path | None,
         connected: Callable[[str], bool],
         on_down: Callable[[ProcDown], None],
+        on_line: Callable[[ProcSpec, int, str], bool],
     ) -> None:
+        self._on_line = on_line
         self._loop = loop
         self._output = output
         self._preload = settings().preload
@@ -110,6 +113,13 @@ class ProcTable:
     def pids(self) -> dict[str, int]:
         """Return the names and pids of the procs that run."""
         return {name: proc.pid for name, proc in self._procs.items() if proc.pidfd >= 0}
+
+    def read_logs(self) -> None:
+        """Read the lines that procs have written by now."""
+        for proc in self._procs.values():
+            for reader in proc.readers:
+                if not reader.ended:
+                    self._read_log(reader)
 
     def warm(self) -> None:
         """Start the zygote now, so that the first spawn need not wait for it."""
@@ -228,7 +238,13 @@ class ProcTable:
     def _add(self, spec: ProcSpec) -> None:
         path = self._log_dir / f"{spec.host_name}.{spec.proc}.log" if self._log_dir else None
         prefix = f"[{spec.host_name} {spec.mesh} {spec.rank}]"
-        log = ProcLog(self._output, prefix, path, settings().stderr_tail_lines)
+        log = ProcLog(
+            self._output,
+            prefix,
+            path,
+            settings().stderr_tail_lines,
+            lambda stream, line: self._on_line(spec, stream, line),
+        )
         self._procs[spec.proc] = _Proc(spec, log, [])
 
     def _born(self, name: str, pid: int) -> None:
