@@ -190,14 +190,6 @@ class ProcMesh(MeshTrait):
         await set_logging(self._layout, self._shape.ndslice, stream_to_client, aggregate_window_sec, level)
         context().actor_instance.runtime.print_logs()
 
-    async def sync_workspace(self, *_: object, **__: object) -> None:
-        """Not here: folders are synchronized per host.
-
-        Raises:
-            NotImplementedError: always; use ``HostMesh.sync_workspace``.
-        """
-        raise NotImplementedError("folders are synchronized per host: use HostMesh.sync_workspace")
-
     def _has_stopped(self) -> bool:
         return not self._stops.ranks.isdisjoint(self._shape.ndslice)
 
