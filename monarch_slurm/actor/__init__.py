@@ -10,6 +10,7 @@ Source-compatible with Monarch's ``monarch.actor``. The map of this folder:
 - `cell`, `sync_cell`, `async_cell`: a running actor; `birth`: how it becomes one
 - `runtime`: the actors of one process; `messages`: what runtimes tell each other; `owned`, `replies`: who is told of
 failures
+- `controllers`: actors of which a program has one
 - `client`, `proc_main`: the two kinds of processes; `local_host`: the client's own machine
 """
 
@@ -19,6 +20,7 @@ from monarch_slurm.actor.actor_mesh import ActorMesh
 from monarch_slurm.actor.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch_slurm.actor.client import shutdown_context, unhandled_fault_hook
 from monarch_slurm.actor.context import Context, Instance, context, current_actor_name, current_rank, current_size
+from monarch_slurm.actor.controllers import get_or_spawn_controller
 from monarch_slurm.actor.endpoint import Accumulator, Endpoint, as_endpoint, concurrent_endpoint, endpoint, send
 from monarch_slurm.actor.errors import ActorError, MeshFailure, SupervisionError
 from monarch_slurm.actor.future import Future
@@ -71,6 +73,7 @@ __all__ = [
     "enable_transport",
     "endpoint",
     "get_meter",
+    "get_or_spawn_controller",
     "returns_future",
     "send",
     "shutdown_context",

@@ -19,7 +19,7 @@ def make_cell(runtime: Runtime, message: Message) -> Cell:
     home = runtime.home
     base_rank = home[2] if home is not None and home[0].mesh == ref.layout.mesh else ref.shape.ranks()[0]
     creator = creator_from_fields(fields["creator"], message.src)
-    ready = tuple(fields["ready"])
+    ready = tuple(fields["ready"]) if fields["ready"] is not None else None
 
     def build() -> Any:
         try:

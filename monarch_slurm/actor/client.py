@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from monarch_slurm.actor import controllers
 from monarch_slurm.actor.birth import make_cell
 from monarch_slurm.actor.console import open_console
 from monarch_slurm.actor.context import Instance, may_boot_client, set_client_boot
@@ -82,6 +83,7 @@ class Client:
         self.runtime.home = ProcLayout("client", (CONTROLLER.host,), 1), Shape.unity(), 0
         here = Point(0, Extent((), ()))
         self.root = Instance(self.runtime, self, "root", "client", here, None, "<root>", None, 0)
+        self.runtime.on_demand[controllers.MESH] = lambda: controllers.spawn_controllers(self.root)
         self._faults: queue.SimpleQueue[MeshFailure] = queue.SimpleQueue()
         self._faults_stopped = False
         self._ending = threading.Lock()

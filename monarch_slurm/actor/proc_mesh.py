@@ -107,16 +107,9 @@ class ProcMesh(MeshTrait):
             TypeError: the arguments do not fit its ``__init__``, or do not pickle.
             RuntimeError: the mesh has been stopped.
         """
-        if not (isinstance(actor_class, type) and issubclass(actor_class, Actor)):
-            raise ValueError(f"{actor_class!r} must subclass monarch_slurm.actor.Actor to spawn it.")  # noqa: TRY004 - what Monarch raises
+        asynchronous = check_arguments(actor_class, args, kwargs)
         if self._has_stopped():
             raise RuntimeError("`ProcMesh` has already been stopped")
-        asynchronous = uses_loop(actor_class)
-        check_class(actor_class)
-        if actor_class.__init__ is not object.__init__:
-            inspect.signature(actor_class.__init__).bind(None, *args, **kwargs)
-        elif args or kwargs:
-            raise TypeError(f"{actor_class.__qualname__}() takes no arguments")
         body = dumps((actor_class, args, kwargs))
         owner = context().actor_instance
         runtime = owner.runtime
@@ -243,6 +236,24 @@ class ProcMesh(MeshTrait):
     def __repr__(self) -> str:
         hosts = len(self._layout.by_host(self._shape.ndslice))
         return f"<ProcMesh {self._layout.mesh} {self.extent} on {hosts} host{'s' if hosts > 1 else ''}>"
+
+
+def check_arguments(actor_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Make sure that a class can be spawned with these arguments; return whether its actors run on an event loop.
+
+    Raises:
+        ValueError: it is no Actor, or its endpoints do not fit together.
+        TypeError: the arguments do not fit its ``__init__``.
+    """
+    if not (isinstance(actor_class, type) and issubclass(actor_class, Actor)):
+        raise ValueError(f"{actor_class!r} must subclass monarch_slurm.actor.Actor to spawn it.")  # noqa: TRY004 - what Monarch raises
+    asynchronous = uses_loop(actor_class)
+    check_class(actor_class)
+    if actor_class.__init__ is not object.__init__:
+        inspect.signature(actor_class.__init__).bind(None, *args, **kwargs)
+    elif args or kwargs:
+        raise TypeError(f"{actor_class.__qualname__}() takes no arguments")
+    return asynchronous
 
 
 def run_bootstrap(frames: Any) -> None:

@@ -75,6 +75,8 @@ class Runtime:
         self._token = os.urandom(3).hex()
         self.local_host = address.host
         """Id of the host whose agent spawns procs for `this_host`."""
+        self.on_demand: dict[str, Callable[[], None]] = {}
+        """Actors that begin with their first message: by mesh, what spawns them."""
         self.python = ""
         """Interpreter of the procs that are spawned on `this_host`; empty for the agent's."""
         self.home: tuple[ProcLayout, Shape, int] | None = None
@@ -177,6 +179,8 @@ class Runtime:
             self._cells[mesh] = cell
             cell.start()
             return
+        if mesh in self.on_demand:
+            self.on_demand.pop(mesh)()
         cell_here = self._cells.get(mesh)
         asker: Address | None = message.src
         if operation == "call":
