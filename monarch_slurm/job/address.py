@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 
 import psutil
 
-from monarch_slurm.job.errors import AddressError
+from monarch_slurm.job.errors import AddressError, JobError
+from monarch_slurm.job.status import run_command
 
 _ANY_PORT = 9  # nothing is sent to it
 
@@ -66,3 +68,22 @@ def _addresses() -> dict[str, list[str]]:
 
 def _describe(addresses: dict[str, list[str]]) -> str:
     return ", ".join(f"{interface} ({' '.join(some) or 'no address'})" for interface, some in addresses.items())
+
+
+def node_address(name: str) -> str:
+    """Return the IP address at which Slurm itself reaches a node.
+
+    Raises:
+        JobError: Slurm does not know the node, or its address cannot be resolved here.
+    """
+    answer = run_command(["scontrol", "show", "node", "-o", name]).stdout
+    match = re.search(r"\bNodeAddr=(\S+)", answer)
+    if match is None:
+        raise JobError(f"Slurm does not tell the address of node {name}; give the job an address=")
+    try:
+        return str(socket.getaddrinfo(match.group(1), None, type=socket.SOCK_DGRAM)[0][4][0])
+    except socket.gaierror as error:
+        raise JobError(
+            f"node {name} has the address {match.group(1)}, which cannot be resolved here ({error.strerror}); give the "
+            "job an address="
+        ) from None

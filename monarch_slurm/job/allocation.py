@@ -1,14 +1,26 @@
-"""The Slurm allocation that this process runs in, as its environment tells it."""
+"""The Slurm allocation that this process runs in, as its environment tells it, or one that it names.
+
+In a shell that salloc has started, `SlurmAllocation.from_env` and `SlurmAllocation.hosts` give a program at a prompt
+the nodes as a mesh of hosts.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from monarch_slurm.job.errors import JobError, NodeListError
 from monarch_slurm.job.nodelist import expand
+from monarch_slurm.job.status import Phase, query
+
+if TYPE_CHECKING:
+    from monarch_slurm.actor import HostMesh
+    from monarch_slurm.job.container import Container
 
 _NODE_GPUS = re.compile(r"^\s*Nodes=(\S+) .*\bGRES=(\S+)", re.MULTILINE)
 _GPU_COUNT = re.compile(r"\bgpu:(?:[^:,(]+:)?([0-9]+)\(")
@@ -40,7 +52,7 @@ class SlurmAllocation:
         nodes: names of all nodes, as allocated; a node that was lost since is still among them. Positions need not be
             node ids.
         node_id: ``SLURM_NODEID`` of this node within the job step; the node with 0 is the head.
-        node_name: Slurm's name of this node.
+        node_name: Slurm's name of this node; empty on a machine that is none of the job's, as where salloc was called.
         launch_address: IP address of the machine where srun runs, as the nodes reach it; empty outside of a step.
         restarts: how often Slurm has requeued the job.
         groups: number of nodes of each component of a heterogeneous job, in the order of ``nodes``; else empty.
@@ -66,7 +78,80 @@ class SlurmAllocation:
     @property
     def is_head(self) -> bool:
         """Whether this is the node that the controller belongs on."""
-        return self.node_id == 0
+        return self.node_id == 0 and bool(self.node_name)
+
+    def hosts(
+        self,
+        *,
+        log_dir: str | Path | None = None,
+        address: str | None = None,
+        python_exe: str | None = None,
+        srun_args: Sequence[str] = (),
+        preflight: Sequence[str] = (),
+        container: str | Container | None = None,
+        take_over: bool = False,
+        timeout: float | None = None,
+    ) -> HostMesh:
+        """Become the controller of the allocation's nodes, and return them as a mesh with dimension ``hosts``.
+
+        For a program at a prompt: a REPL or a notebook in a shell that salloc has started. A host agent is started on
+        each node by ``srun --overlap``, beside whatever runs there. All of it ends when this process does, however it
+        ends, and the allocation stays; then, or with ``take_over``, another process can have the nodes.
+
+        At a prompt a failure that nobody handles is printed and ends nothing, unless `unhandled_fault_hook` is set. A
+        second call returns the same mesh.
+
+        Args:
+            log_dir: folder for the session's own folder, which all nodes must see; None takes ``runs`` in the folder
+                where the allocation was made.
+            address: what others dial on each machine: interface, network or IP address.
+            python_exe: command that starts Python on the nodes; None takes the Python that runs here.
+            srun_args, preflight, container: as `SlurmJob` has them.
+            take_over: end the session of another program, should one have the nodes.
+            timeout: seconds that all agents may take to start; None takes the setting ``host_join_timeout``.
+
+        Raises:
+            HostsTakenError: another program has the nodes.
+            HostStartError: the agent of a node did not come up.
+            NoSlurmError, JobFolderError, AddressError
+        """
+        from monarch_slurm.config import settings
+        from monarch_slurm.job.batch import BatchPlan
+        from monarch_slurm.job.container import Container
+        from monarch_slurm.job.session import is_at_prompt, keep_going, start_session
+        from monarch_slurm.job.submission import check_commands, default_python
+
+        check_commands()
+        plan = BatchPlan(
+            program=None,
+            python=python_exe or default_python(),
+            address=address,
+            srun_args=tuple(srun_args),
+            preflight=tuple(preflight),
+            container=Container(container) if isinstance(container, str) else container,
+        )
+        base = Path(log_dir) if log_dir is not None else Path(os.environ.get("SLURM_SUBMIT_DIR", ".")) / "runs"
+        if timeout is None:
+            timeout = settings().host_join_timeout
+        hosts = start_session(self, plan, base.absolute(), take_over, timeout)
+        if is_at_prompt():
+            keep_going()
+        return hosts
+
+    @staticmethod
+    def from_job(job_id: int) -> SlurmAllocation:
+        """Return the allocation of a job that runs, for a process whose environment does not tell of it.
+
+        Raises:
+            AllocationError: the job does not run.
+            JobNotFoundError, SlurmUnreachableError, NoSlurmError
+        """
+        status = query(job_id)
+        if status.phase is not Phase.RUNNING:
+            raise AllocationError(f"{status}; its nodes cannot be used")
+        nodes = tuple(expand(status.nodes))
+        here = socket.gethostname().partition(".")[0]
+        return SlurmAllocation(job_id, nodes, nodes.index(here) if here in nodes else 0, here if here in nodes else "")
 
     @staticmethod
     def from_env(env: Mapping[str, str] = os.environ) -> SlurmAllocation:
@@ -79,7 +164,7 @@ class SlurmAllocation:
         try:
             job_id = int(env["SLURM_JOB_ID"])
             listed = [_nodes(env, suffix) for suffix in _suffixes(env)]
-            node_id, node_name = int(env.get("SLURM_NODEID", "0")), env["SLURMD_NODENAME"]
+            node_id, node_name = int(env.get("SLURM_NODEID", "0")), env.get("SLURMD_NODENAME", "")
         except KeyError as missing:
             raise AllocationError(f"not in a job of Slurm: {missing.args[0]} is not set here") from None
         except NodeListError:
@@ -90,7 +175,7 @@ class SlurmAllocation:
         if len(set(nodes)) < len(nodes) and len(listed) > 1:
             twice = next(name for name in nodes if nodes.count(name) > 1)
             raise AllocationError(f"node {twice} is in two components of this job; ask for exclusive nodes")
-        if node_name not in nodes:
+        if node_name and node_name not in nodes:
             raise AllocationError(f"this node, {node_name}, is not one of the job's nodes: {', '.join(nodes)}")
         return SlurmAllocation(
             job_id,

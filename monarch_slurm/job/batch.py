@@ -23,7 +23,7 @@ from monarch_slurm.job.container import Container
 from monarch_slurm.job.errors import JobError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.job.processes import end_processes, find_processes
-from monarch_slurm.job.steps import Steps, program_step, signal_program_step, step_command, step_environment
+from monarch_slurm.job.steps import HOST_STEP, Steps, program_step, signal_program_step, step_command, step_environment
 from monarch_slurm.job.supervisor import (
     AGENT_GRACE,
     BATCH_VARIABLE,
@@ -55,6 +55,8 @@ class BatchPlan:
         srun_args: further options of the srun that starts a host.
         preflight: shell commands that must succeed on a node before its agent starts.
         container: in which program and agents run; None for none.
+        session: whether the hosts serve a program at a prompt, to whose allocation they must do nothing.
+        step_name: Slurm's name of a host's step.
     """
 
     program: tuple[str, ...] | None
@@ -64,15 +66,26 @@ class BatchPlan:
     srun_args: tuple[str, ...] = ()
     preflight: tuple[str, ...] = ()
     container: Container | None = None
+    session: bool = False
+    step_name: str = HOST_STEP
 
     def host_command(self, folder: JobFolder, node: str, index: int, group: int | None = None) -> list[str]:
         """Return the command line of the step of host ``node``; ``group`` is its component of a heterogeneous job."""
         options = [f"--address={self.address}"] if self.address is not None else []
         options += ["--requeue"] if self.requeue else []
-        options += ["--outside"] if self.program is None else []
+        if self.program is None:
+            options.append("--session" if self.session else "--outside")
         options += [f"--preflight={command}" for command in self.preflight]
         return step_command(
-            folder, node, index, shlex.split(self.python), options, self.srun_args, self.container, group
+            folder,
+            node,
+            index,
+            shlex.split(self.python),
+            options,
+            self.srun_args,
+            self.container,
+            group,
+            self.step_name,
         )
 
 

@@ -58,13 +58,14 @@ def main() -> int:
     parser.add_argument("--address", help="interface, network or IP address of this node that others dial")
     parser.add_argument("--requeue", action="store_true", help="start the job again when its head is lost")
     parser.add_argument("--outside", action="store_true", help="the controller runs outside of the allocation")
+    parser.add_argument("--session", action="store_true", help="the controller is a program at a prompt")
     parser.add_argument("--preflight", action="append", default=[], help="command that must succeed before the agent")
     options = parser.parse_args()
     set_up_log()
     try:
         _restore_environment(options.index)
         check_preflight(options.preflight)
-        return _Task(JobFolder(options.folder), options.address, options.requeue, options.outside).run()
+        return _Task(JobFolder(options.folder), options).run()
     except JobError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -97,12 +98,13 @@ def check_preflight(commands: Sequence[str]) -> None:
 
 
 class _Task:
-    def __init__(self, folder: JobFolder, address: str | None, requeue: bool, outside: bool) -> None:
+    def __init__(self, folder: JobFolder, options: argparse.Namespace) -> None:
         self._folder = folder
-        self._requeue = requeue
-        self._outside = outside
+        self._requeue: bool = options.requeue
+        self._outside: bool = options.outside
+        self._session: bool = options.session
         self._allocation = SlurmAllocation.from_env()
-        self._address = find_address(address, "") if address is not None else None
+        self._address = find_address(options.address, "") if options.address is not None else None
         self._signals = Signals()
         self._slurmstepd = os.getppid()
 
@@ -152,7 +154,7 @@ class _Task:
         if self._address is not None:
             command += ["--address", self._address]
         env = {**os.environ, FOLDER_VARIABLE: str(self._folder.path), "MONARCH_SLURM_RUNTIME_DIR": str(runtime_dir)}
-        if self._outside:
+        if self._outside or self._session:  # a program at a prompt may be stopped by Ctrl-Z
             env.setdefault("MONARCH_SLURM_MESH_ORPHAN_TIMEOUT", str(CLIENT_WAIT))
         return start_child(command, env)
 
@@ -166,7 +168,7 @@ class _Task:
                 return 0
             self._check_step()
         logger.info("the agent ended: %s", describe_code(code))
-        if code in (ENDED, LEASE_EXPIRED):
+        if code in (ENDED, LEASE_EXPIRED) and not self._session:
             return self._stand_by(code)
         return code if code >= 0 else 128 - code
 

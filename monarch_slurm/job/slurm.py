@@ -6,20 +6,18 @@ import copy
 import ipaddress
 import logging
 import os
-import re
 import shlex
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
-from monarch_slurm.job.address import find_address
+from monarch_slurm.job.address import find_address, node_address
 from monarch_slurm.job.allocation import SlurmAllocation
 from monarch_slurm.job.base import BatchJob, JobState, JobTrait, Script, check_meshes, program_arguments
 from monarch_slurm.job.batch import BatchPlan
 from monarch_slurm.job.container import Container
-from monarch_slurm.job.diagnosis import failed_hosts, host_problem, why_ended
+from monarch_slurm.job.diagnosis import gather_or_explain, why_ended
 from monarch_slurm.job.errors import (
     HostsTakenError,
     JobEndedError,
@@ -35,9 +33,6 @@ from monarch_slurm.job.request import NodeSpec, SlurmRequest, split_meshes
 from monarch_slurm.job.status import JobId, JobStatus, Phase, query, run_command, wait_for_start
 from monarch_slurm.job.submission import default_python, render, submit, submit_array
 from monarch_slurm.job.supervisor import BATCH_VARIABLE
-
-if TYPE_CHECKING:
-    from monarch_slurm.actor import HostMesh
 
 logger = logging.getLogger(__name__)
 
@@ -333,6 +328,7 @@ class SlurmJob(JobTrait):
         return self._connected
 
     def _connect(self) -> JobState:
+        from monarch_slurm.config import settings
         from monarch_slurm.controller import publish
 
         if self._inside():
@@ -351,7 +347,7 @@ class SlurmJob(JobTrait):
         publish(self._job_folder.path, address=find_address(self._address, toward))
         meshes = {}
         for mesh, size in self._meshes.items():
-            meshes[mesh] = self._gather(names[:size])
+            meshes[mesh] = gather_or_explain(self._job_folder, names[:size], settings().host_join_timeout)
             names = names[size:]
         return JobState(meshes)
 
@@ -360,21 +356,6 @@ class SlurmJob(JobTrait):
             return wait_for_start(self.job_id, self._start_timeout, print_notice)
         except JobEndedError:
             raise why_ended(self._job_folder, self.status()) from None
-
-    def _gather(self, names: list[str]) -> HostMesh:
-        """Wait for agents; give up at once when one of them has failed."""
-        from monarch_slurm.config import settings
-        from monarch_slurm.controller import HostsMissingError, gather_hosts
-
-        def still_hope() -> str | None:
-            return "some have failed" if failed_hosts(self._job_folder).keys() & set(names) else None
-
-        try:
-            return gather_hosts(names, timeout=settings().host_join_timeout, still_hope=still_hope)
-        except HostsMissingError as error:
-            failed = [name for name in names if name in failed_hosts(self._job_folder)]
-            problem = f"the agents of {len(failed)} of {len(names)} hosts could not start" if failed else str(error)
-            raise host_problem(self._job_folder, failed or names, problem) from None
 
     def _inside(self) -> bool:
         """Return whether this process is the client script of this very job."""
@@ -409,25 +390,6 @@ class SlurmJob(JobTrait):
     def __repr__(self) -> str:
         where = f", job {self._job_id} in {self._folder.path}" if self._folder and self._job_id else ""
         return f"SlurmJob({self._meshes!r}{where})"
-
-
-def node_address(name: str) -> str:
-    """Return the IP address at which Slurm itself reaches a node.
-
-    Raises:
-        JobError: Slurm does not know the node, or its address cannot be resolved here.
-    """
-    answer = run_command(["scontrol", "show", "node", "-o", name]).stdout
-    match = re.search(r"\bNodeAddr=(\S+)", answer)
-    if match is None:
-        raise JobError(f"Slurm does not tell the address of node {name}; give the job an address=")
-    try:
-        return str(socket.getaddrinfo(match.group(1), None, type=socket.SOCK_DGRAM)[0][4][0])
-    except socket.gaierror as error:
-        raise JobError(
-            f"node {name} has the address {match.group(1)}, which cannot be resolved here ({error.strerror}); give the "
-            "job an address="
-        ) from None
 
 
 def follow(job: SlurmJob, out: TextIO) -> int:

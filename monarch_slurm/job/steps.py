@@ -50,6 +50,9 @@ START_SECONDS = 30.0
 SLURM_FAILED = 250
 """Exit code of srun when not the task but Slurm has failed; srun takes it from ``SLURM_EXIT_ERROR``."""
 
+HOST_STEP = "host"
+"""Slurm's name of the step of a host."""
+
 PROGRAM_STEP = "program"
 """Slurm's name of the step of a program that srun has to start."""
 
@@ -65,6 +68,7 @@ _SEEN_BY_SRUN = (
     "SLURM_JWT",
     "SLURM_NODE_ALIASES",
 )
+_HELD = ("step creation temporarily disabled", "Step creation temporarily disabled")
 _NOISE = ("lacks support for cpu binding", "srun: got SIG")
 
 
@@ -100,6 +104,7 @@ def step_command(
     srun_args: Sequence[str] = (),
     container: Container | None = None,
     group: int | None = None,
+    name: str = HOST_STEP,
 ) -> list[str]:
     """Return the command line that runs `monarch_slurm.job.node` on one node, with all that the job has there."""
     task = ["-u", "-m", "monarch_slurm.job.node", f"--folder={folder.path}", f"--index={index}", *options]
@@ -110,7 +115,7 @@ def step_command(
         srun_args = [*container.srun_args(folder.path), *srun_args]
     return [
         *_srun(node, group),
-        "--job-name=host",
+        f"--job-name={name}",
         # with %N the node writes the file itself, so that it outlives srun
         f"--output={folder.logs}/%N.log",
         "--open-mode=append",
@@ -199,6 +204,7 @@ class _Step:
     said: IO[bytes] | None = None
     started: float = 0.0
     tries: list[float] = field(default_factory=list)
+    held: bool = False
     next_try: float | None = None
 
 
@@ -247,8 +253,23 @@ class Steps:
                 step.next_try = None
             elif step.next_try is not None and self._clock() >= step.next_try:
                 self._start_again(step)
+            elif step.process is not None and not step.held and self._clock() - step.started < START_SECONDS:
+                self._look_whether_held(step)
 
-    def end(self, grace: float, wait: Callable[[float], None]) -> None:
+    def _look_whether_held(self, step: _Step) -> None:
+        """Tell, once, when Slurm lets a step wait for what another one has."""
+        assert step.said is not None
+        said = os.pread(step.said.fileno(), 4096, 0).decode(errors="replace")
+        if any(words in said for words in _HELD):
+            step.held = True
+            # diagnosis.py looks for these words
+            logger.warning(
+                "host %s waits: %s (another step has the node's CPUs or GPUs: start that one with srun --overlap)",
+                step.name,
+                said.strip().splitlines()[-1],
+            )
+
+    def end(self, grace: float, wait: Callable[[float], object]) -> None:
         """Wait ``grace`` seconds at most until all steps have ended.
 
         What is left is up to Slurm, which ends the job's steps in order; a srun that is killed leaves its step alone,
@@ -267,6 +288,7 @@ class Steps:
 
     def _start(self, step: _Step) -> None:
         step.next_try = None
+        step.held = False
         step.started = self._clock()
         step.said = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the step has ended; no pipe, which fills up
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -52,13 +53,17 @@ class Signals:
         else:
             self.stop = True
 
-    def wait(self, seconds: float) -> None:
-        """Return when a signal comes or a child ends, at the latest after ``seconds``."""
-        self._read.settimeout(seconds)
-        try:
+    def wait(self, seconds: float, fd: int | None = None) -> bool:
+        """Return when a signal comes or a child ends, at the latest after ``seconds``.
+
+        Returns:
+            Whether ``fd`` can be read, which ends the waiting, too.
+        """
+        mine = self._read.fileno()
+        ready, _, _ = select.select([mine] if fd is None else [mine, fd], [], [], seconds)
+        if mine in ready:
             self._read.recv(4096)
-        except TimeoutError:
-            return
+        return fd in ready
 
 
 def start_child(

@@ -32,7 +32,13 @@ def test_a_batch_script_runs_on_the_head() -> None:
     assert (allocation.launch_address, allocation.restarts) == ("", 2)
 
 
-@pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURMD_NODENAME"])
+def test_where_salloc_was_called_is_no_node_of_the_job() -> None:
+    allocation = SlurmAllocation.from_env({name: value for name, value in STEP.items() if name != "SLURMD_NODENAME"})
+    assert allocation.node_name == ""
+    assert not allocation.is_head
+
+
+@pytest.mark.parametrize("missing", ["SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES"])
 def test_outside_of_a_job_the_error_says_what_is_missing(missing: str) -> None:
     with pytest.raises(AllocationError, match=f"not in a job of Slurm: {missing} is not set"):
         SlurmAllocation.from_env({name: value for name, value in STEP.items() if name != missing})
