@@ -11,6 +11,7 @@ Source-compatible with Monarch's ``monarch.actor``. The map of this folder:
 - `runtime`: the actors of one process; `messages`: what runtimes tell each other; `owned`, `replies`: who is told of
 failures
 - `controllers`: actors of which a program has one
+- `restart`, `budget`: which procs start again, and how often; `keeper`: doing it
 - `client`, `proc_main`: the two kinds of processes; `local_host`: the client's own machine
 """
 
@@ -22,12 +23,13 @@ from monarch_slurm.actor.client import shutdown_context, unhandled_fault_hook
 from monarch_slurm.actor.context import Context, Instance, context, current_actor_name, current_rank, current_size
 from monarch_slurm.actor.controllers import get_or_spawn_controller
 from monarch_slurm.actor.endpoint import Accumulator, Endpoint, as_endpoint, concurrent_endpoint, endpoint, send
-from monarch_slurm.actor.errors import ActorError, MeshFailure, SupervisionError
+from monarch_slurm.actor.errors import ActorError, ActorRestartedError, MeshFailure, SupervisionError
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.host_mesh import HostMesh, this_host, this_proc
 from monarch_slurm.actor.ids import ActorAddr, ProcId, Uid
 from monarch_slurm.actor.port import Channel, Port, PortReceiver
 from monarch_slurm.actor.proc_mesh import ProcMesh
+from monarch_slurm.actor.restart import RestartPolicy
 from monarch_slurm.actor.returns_future import returns_future
 from monarch_slurm.actor.shape import Extent, NDSlice, Point, Shape, Slice
 from monarch_slurm.actor.telemetry import get_meter, span, traced
@@ -41,6 +43,7 @@ __all__ = [
     "ActorAddr",
     "ActorError",
     "ActorMesh",
+    "ActorRestartedError",
     "BootstrapCommand",
     "Channel",
     "ChannelTransport",
@@ -57,6 +60,7 @@ __all__ = [
     "PortReceiver",
     "ProcId",
     "ProcMesh",
+    "RestartPolicy",
     "Shape",
     "Slice",
     "SupervisionError",

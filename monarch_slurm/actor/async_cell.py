@@ -104,7 +104,7 @@ class AsyncCell(Cell):
                 handled = await handled
         except BaseException as error:
             raise self._handling_failed(error, failure) from error
-        if not handled:
+        if not handled and not failure.restarted:
             raise self._unhandled(failure)
 
     def _add_control(self, control: Callable[[], Any]) -> None:

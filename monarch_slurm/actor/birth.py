@@ -9,7 +9,7 @@ from monarch_slurm.actor.cell import Cell
 from monarch_slurm.actor.messages import creator_from_fields, ref_from_fields
 from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.actor.sync_cell import SyncCell
-from monarch_slurm.wire import Message, loads
+from monarch_slurm.wire import Address, Message, loads
 
 
 def make_cell(runtime: Runtime, message: Message) -> Cell:
@@ -18,7 +18,7 @@ def make_cell(runtime: Runtime, message: Message) -> Cell:
     ref = ref_from_fields(fields["ref"])
     home = runtime.home
     base_rank = home[2] if home is not None and home[0].mesh == ref.layout.mesh else ref.shape.ranks()[0]
-    creator = creator_from_fields(fields["creator"], message.src)
+    creator = creator_from_fields(fields["creator"], Address(*fields["owner"]))
     ready = tuple(fields["ready"]) if fields["ready"] is not None else None
 
     def build() -> Any:

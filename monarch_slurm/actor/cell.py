@@ -86,6 +86,7 @@ class Cell:
         self._lock = threading.Lock()
         self._callers: set[Address] = set()
         self._down_reason = ""
+        self.failed = False
         self._doing = ""
         self._control: deque[Callable[[], Any]] = deque()
         self._thread = threading.Thread(target=self._run_thread, name=f"actor-{ref.name}", daemon=True)
@@ -292,6 +293,7 @@ class Cell:
             if self._down_reason:
                 return
             self._down_reason = event
+            self.failed = failed
             told = {self.owner, *self._callers}
         self.runtime.release(self.instance, event, 0.0)  # what it has spawned in its cleanup
         self.runtime.cell_down(self, told, event, traceback, failed)

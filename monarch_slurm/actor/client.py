@@ -99,7 +99,10 @@ class Client:
 
     def supervise(self, failure: MeshFailure) -> None:
         """A failure that nobody below has handled: the program's hook decides, on a thread of its own."""
-        self._faults.put(failure)
+        if failure.restarted:
+            logger.warning("restarted: %s", failure.report())
+        else:
+            self._faults.put(failure)
 
     def end(self, reason: str, failed: bool) -> None:
         """The root ends with its process."""

@@ -65,6 +65,7 @@ def spawn_controllers(root: Instance) -> None:
     fields = {
         "op": "spawn",
         "mesh": MESH,
+        "owner": CONTROLLER,
         "ref": ref_to_fields(_REF),
         "creator": creator_to_fields(root),
         "asynchronous": False,

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
 
 from monarch_slurm.actor.context import context
-from monarch_slurm.actor.errors import ActorError, SupervisionError
+from monarch_slurm.actor.errors import ActorError
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.messages import EXPLICIT_PORT, PLAIN_METHOD, PortAddress
-from monarch_slurm.actor.replies import VALUE
+from monarch_slurm.actor.replies import VALUE, lost_error
 from monarch_slurm.actor.value_mesh import ValueMesh
 from monarch_slurm.wire import dumps, loads
 
@@ -261,7 +261,7 @@ class Endpoint(Generic[R]):
                 on_error(lambda: _remote_error(frames))
 
         def lost(rank: int, reason: str) -> None:
-            on_error(lambda: SupervisionError(reason, str(self)))
+            on_error(lambda: lost_error(reason, str(self)))
 
         ref = self._mesh._ref
         port = runtime.expect_from(ref, ref.layout, ranks, reply, lost)

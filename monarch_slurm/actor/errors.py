@@ -52,7 +52,14 @@ class SupervisionError(MonarchSlurmError, RuntimeError):
         return f"Endpoint call {self.endpoint} failed, {self.message}" if self.endpoint else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        return SupervisionError, (self.message, self.endpoint)
+        return type(self), (self.message, self.endpoint)
+
+
+class ActorRestartedError(SupervisionError):
+    """The actor that was called ended before it answered, and is started again by its mesh's `RestartPolicy`.
+
+    The call may have been handled or not. Calls made from now on reach the new actor, or wait for it.
+    """
 
 
 class RemoteExceptionError(Exception):
@@ -73,6 +80,8 @@ class MeshFailure:
         stderr_tail: last lines of the proc's stderr.
         traceback: traceback of the Python exception that made an actor fail, or None.
         detected_at: seconds since the epoch when it was seen.
+        restarted: the mesh's `RestartPolicy` has what failed started again. Nothing need be done about it, and what
+            ``__supervise__`` returns does not matter.
     """
 
     mesh_name: str
@@ -84,6 +93,7 @@ class MeshFailure:
     stderr_tail: tuple[str, ...] = ()
     traceback: str | None = None
     detected_at: float = 0.0
+    restarted: bool = False
 
     @property
     def mesh(self) -> tuple[()]:

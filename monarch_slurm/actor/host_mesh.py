@@ -19,6 +19,7 @@ from monarch_slurm.actor.mesh_trait import MeshTrait
 from monarch_slurm.actor.owned import OwnedProcs
 from monarch_slurm.actor.proc_mesh import ProcMesh, note_spawned, set_host_maker
 from monarch_slurm.actor.replies import VALUE, CountDown
+from monarch_slurm.actor.restart import RestartPolicy
 from monarch_slurm.actor.shape import Point, Shape, Slice
 from monarch_slurm.config import get_global_config, settings
 from monarch_slurm.gpu import parse_cpu_list
@@ -92,6 +93,7 @@ class HostMesh(MeshTrait):
         env: dict[str, str | None] | None = None,
         gpus_per_proc: int | None = None,
         bootstrap_command: Bootstrap | None = None,
+        restart: RestartPolicy | None = None,
     ) -> ProcMesh:
         """Start procs and return their mesh, without waiting for them. The calling actor owns them.
 
@@ -108,6 +110,8 @@ class HostMesh(MeshTrait):
                 for a place in the new mesh.
             gpus_per_proc: each proc sees only so many of its host's GPUs, the next ones in order, and runs on its share
                 of the cores near them; None shows all GPUs to each. ``proc_bind`` may say ``{"gpus": "0-1"}`` instead.
+            restart: start procs that fail, and the actors on them, again in place; None leaves that to the owner, who
+                is told of the failure.
 
         Raises:
             ValueError: labels that overlap, or a ``proc_bind`` of the wrong length or form.
@@ -137,7 +141,7 @@ class HostMesh(MeshTrait):
         runtime = owner.runtime
         mesh = runtime.new_mesh_id(name or "anon")
         hosts = tuple(self._hosts[rank] for rank in self._shape.ndslice)
-        layout = ProcLayout(mesh, hosts, per)
+        layout = ProcLayout(mesh, hosts, per, runtime.address if restart is not None else None)
         labels = [*self._labels, *per_host]
         shape = Shape(labels, Slice.new_row_major([*self.extent.sizes, *per_host.values()]))
         count = len(shape)
@@ -158,27 +162,36 @@ class HostMesh(MeshTrait):
         cwd = _working_folder()
         ranks = [(rank, rank) for rank in range(count)]
         port = runtime.expect_from(
-            None, layout, ranks, arrived, lambda rank, reason: ready._fail(SupervisionError(reason))
+            None, layout, ranks, arrived, lambda rank, reason: ready._fail(SupervisionError(reason)), durable=True
         )
         if self.stream_logs:  # asked for before there is a line
             set_logging(layout, range(count), stream=True, window=None, level=None)
+        common = {
+            "mesh": mesh,
+            "entry": PROC_ENTRY,
+            "env": {**_forwarded_env(), **(env or {})},
+            "sys_path": [path or cwd for path in sys.path if path or cwd],
+            "cwd": cwd,
+            "settings": asdict(settings()),
+            "start": {
+                "layout": layout.to_fields(),
+                "shape": [labels, shape.ndslice.sizes],
+                "ready": port,
+                "python": self._python,
+            },
+            "restartable": restart is not None,
+        }
+
+        def make_spawn(host: str, ranks: list[int], incarnation: int) -> Message:
+            first = ranks[0] - ranks[0] % per
+            procs = [{"rank": first + i, **binds[i], **commands[first + i]} for i in range(per)]
+            fields = {**common, "procs": procs, "ranks": ranks, "incarnation": incarnation}
+            return Message("spawn", Address(host, AGENT), runtime.address, fields, body)
+
+        if restart is not None:
+            runtime.keeper.keep(layout, restart, count, make_spawn)
         for host, ranks_there in layout.by_host(range(count)).items():
-            fields = {
-                "mesh": mesh,
-                "entry": PROC_ENTRY,
-                "procs": [{"rank": rank, **binds[rank % per], **commands[rank]} for rank in ranks_there],
-                "env": {**_forwarded_env(), **(env or {})},
-                "sys_path": [path or cwd for path in sys.path if path or cwd],
-                "cwd": cwd,
-                "settings": asdict(settings()),
-                "start": {
-                    "layout": [mesh, list(hosts), per],
-                    "shape": [labels, shape.ndslice.sizes],
-                    "ready": port,
-                    "python": self._python,
-                },
-            }
-            runtime.send(Message("spawn", Address(host, AGENT), runtime.address, fields, body))
+            runtime.send(make_spawn(host, ranks_there, 0))
         procs = ProcMesh(layout, shape, name or "anon", ready)
         note_spawned(procs)
         return procs

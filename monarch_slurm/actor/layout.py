@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from monarch_slurm.actor.shape import Shape
 from monarch_slurm.wire import CONTROLLER, Address
@@ -16,11 +17,23 @@ class ProcLayout:
     Attributes:
         mesh: id of the proc mesh, unique in the job.
         hosts: host ids; ``per_host`` consecutive ranks are on each.
+        keeper: the process that spawned them and starts them again by their restart policy; None if they have none.
     """
 
     mesh: str
     hosts: tuple[str, ...]
     per_host: int
+    keeper: Address | None = None
+
+    def to_fields(self) -> list[Any]:
+        """Return this as plain values."""
+        return [self.mesh, list(self.hosts), self.per_host, self.keeper]
+
+    @staticmethod
+    def from_fields(fields: list[Any]) -> ProcLayout:
+        """Return what `to_fields` was called on."""
+        mesh, hosts, per_host, keeper = fields
+        return ProcLayout(mesh, tuple(hosts), per_host, Address(*keeper) if keeper is not None else None)
 
     def address(self, rank: int) -> Address:
         """Return the address of the proc with base rank ``rank``."""

@@ -68,14 +68,7 @@ class LocalHost:
                 self._patience.cancel()
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        pidfd = os.pidfd_open(process.pid)
-
-        def ended() -> None:
-            self._loop.remove_reader(pidfd)
-            os.close(pidfd)
-            self._agent_ended(process.wait())
-
-        self._loop.add_reader(pidfd, ended)
+        self._loop.watch_process(process.pid, lambda: self._agent_ended(process.wait()))
         if not self._agent_pid:
             self._patience = self._loop.call_later(settings().host_join_timeout, self._too_slow)
 

@@ -8,6 +8,7 @@ from typing import Any
 from monarch_slurm.actor.context import CreatorInstance, Instance
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.shape import Extent, Point, Shape, Slice
+from monarch_slurm.host.exits import ProcDown
 from monarch_slurm.wire import Address, Message
 
 PortAddress = tuple[str, str, int]
@@ -60,20 +61,54 @@ class ActorDown:
     pid: int
 
 
+@dataclass(frozen=True)
+class ProcsRestart:
+    """Procs that have ended or are being ended, and will be started again: one failed, the others for its sake.
+
+    Attributes:
+        down: the end of the one that failed.
+        ranks: all of them, in the proc mesh ``down.mesh``.
+    """
+
+    down: ProcDown
+    ranks: tuple[int, ...]
+
+    @property
+    def procs(self) -> list[str]:
+        """Names of the procs."""
+        return [f"{self.down.mesh}.{rank}" for rank in self.ranks]
+
+    def describe(self, rank: int) -> str:
+        """Return what became of one of them, for people."""
+        if rank == self.down.rank:
+            return self.down.describe()
+        return (
+            f"its process (proc {self.down.mesh}.{rank}) was ended by the restart policy of its mesh, "
+            f"for rank {self.down.rank} failed: {self.down.describe()}"
+        )
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return this as plain values."""
+        return {"down": self.down.to_fields(), "ranks": list(self.ranks)}
+
+    @staticmethod
+    def from_fields(fields: dict[str, Any]) -> ProcsRestart:
+        """Return what `to_fields` was called on."""
+        return ProcsRestart(ProcDown(**fields["down"]), tuple(fields["ranks"]))
+
+
 def ref_to_fields(ref: ActorRef) -> list[Any]:
     """Return ``ref`` as plain values."""
     ndslice = ref.shape.ndslice
-    layout = [ref.layout.mesh, list(ref.layout.hosts), ref.layout.per_host]
     shape = [ref.shape.labels, ndslice.offset, ndslice.sizes, ndslice.strides]
-    return [ref.mesh, ref.name, layout, shape, ref.display, ref.class_name]
+    return [ref.mesh, ref.name, ref.layout.to_fields(), shape, ref.display, ref.class_name]
 
 
 def ref_from_fields(fields: list[Any]) -> ActorRef:
     """Return what `ref_to_fields` was given."""
-    mesh, name, (proc_mesh, hosts, per_host), (labels, offset, sizes, strides), display, class_name = fields
-    layout = ProcLayout(proc_mesh, tuple(hosts), per_host)
+    mesh, name, layout, (labels, offset, sizes, strides), display, class_name = fields
     shape = Shape(labels, Slice(offset=offset, sizes=sizes, strides=strides))
-    return ActorRef(mesh, name, layout, shape, display, class_name)
+    return ActorRef(mesh, name, ProcLayout.from_fields(layout), shape, display, class_name)
 
 
 def creator_to_fields(owner: Instance) -> list[Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from monarch_slurm.actor.context import Instance
 from monarch_slurm.actor.errors import MeshFailure
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
-from monarch_slurm.actor.messages import ActorDown
+from monarch_slurm.actor.messages import ActorDown, ProcsRestart
 from monarch_slurm.actor.shape import Shape
 from monarch_slurm.host.exits import HostDown, ProcDown
 
@@ -78,22 +79,21 @@ class OwnedMeshes:
 
     def proc_down(self, down: ProcDown) -> list[Notice]:
         """A proc has ended: return who is to be told."""
-        details = {
-            "exit": down.exit,
-            "host": down.host_name,
-            "pid": down.pid,
-            "stderr_tail": tuple(down.stderr_tail),
-            "detected_at": down.detected_at,
-        }
-        return self._gone(down.mesh, {down.rank}, down.describe(), down.expected, details)
+        return self._gone(down.mesh, {down.rank}, down.describe(), down.expected, _details(down))
+
+    def procs_restart(self, restart: ProcsRestart) -> list[Notice]:
+        """Procs are started again: return who is to be told."""
+        down = restart.down
+        details = {**_details(down), "restarted": True}
+        return self._gone(down.mesh, set(restart.ranks), down.describe(), False, details)
 
     def host_down(self, down: HostDown) -> list[Notice]:
         """A host is lost: return who is to be told, once per mesh that had ranks there."""
-        details = {"host": down.host_name, "detected_at": down.detected_at}
+        details: dict[str, Any] = {"host": down.host_name, "detected_at": down.detected_at}
         notices: list[Notice] = []
         for layout in self._layouts():
             ranks = layout.ranks_on(down.host)
-            if ranks:
+            if ranks and (layout.keeper is None or layout.keeper.host == down.host):
                 notices += self._gone(layout.mesh, ranks, down.describe(), False, details)
         return notices
 
@@ -118,33 +118,45 @@ class OwnedMeshes:
     def _layouts(self) -> set[ProcLayout]:
         return {mesh.layout for mesh in self.procs.values()} | {mesh.ref.layout for mesh in self.actors.values()}
 
-    def _gone(self, mesh: str, ranks: set[int], event: str, expected: bool, details: dict[str, object]) -> list[Notice]:
+    def _gone(self, mesh: str, ranks: set[int], event: str, expected: bool, details: dict[str, Any]) -> list[Notice]:
+        restarted = details.get("restarted", False)
         notices: list[Notice] = []
         told: set[int] = set()
         for owned in list(self.actors.values()):
             lost = owned.alive & ranks if owned.ref.layout.mesh == mesh else set()
-            owned.alive -= lost
-            self._forget_if_empty(owned)
             crashed = lost - owned.stopping
+            owned.alive -= lost - crashed if restarted else lost
+            self._forget_if_empty(owned)
             if not crashed or expected:
                 continue
             text = f"actor {owned.ref.describe(min(crashed))} failed: {event}"
             crashed_ranks = tuple(sorted(owned.ref.rank_of(rank) for rank in crashed))
-            notices.append((owned.owner, MeshFailure(owned.ref.mesh, crashed_ranks, text, **details)))  # type: ignore[arg-type]
+            notices.append((owned.owner, MeshFailure(owned.ref.mesh, crashed_ranks, text, **details)))
             told.add(id(owned.owner))
         procs = self.procs.get(mesh)
         if procs is not None:
             lost = procs.alive & ranks
-            procs.alive -= lost
+            crashed = lost - procs.stopping
+            if not restarted:
+                procs.alive -= lost
             if not procs.alive:
                 del self.procs[mesh]
-            crashed = lost - procs.stopping
             if crashed and not expected and id(procs.owner) not in told:
                 text = f"proc mesh {procs.name}: {event}"
-                failure = MeshFailure(procs.layout.mesh, tuple(sorted(crashed)), text, **details)  # type: ignore[arg-type]
-                notices.append((procs.owner, failure))
+                notices.append((procs.owner, MeshFailure(procs.layout.mesh, tuple(sorted(crashed)), text, **details)))
         return notices
 
     def _forget_if_empty(self, owned: OwnedActors) -> None:
         if not owned.alive:
             self.actors.pop(owned.ref.mesh, None)
+
+
+def _details(down: ProcDown) -> dict[str, Any]:
+    return {
+        "exit": down.exit,
+        "host": down.host_name,
+        "pid": down.pid,
+        "stderr_tail": tuple(down.stderr_tail),
+        "traceback": down.traceback or None,
+        "detected_at": down.detected_at,
+    }

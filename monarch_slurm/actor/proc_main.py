@@ -38,8 +38,9 @@ class _Proc:
         dealer = make_dealer(self._context, spec.proc)
         dealer.connect(f"ipc://{spec.agent_socket}")
         self._link = Link(self._loop, dealer, lambda _, message: self._take(message), self._broken)
-        self._runtime = Runtime(address, spec.host_name, self._link.send, make_cell)
+        self._runtime = Runtime(address, spec.host_name, self._link.send, make_cell, spec.incarnation)
         self._runtime.local_host = spec.host
+        self._runtime.on_failed = self._fail
         self._exit_code = 0
 
     def run(self) -> int:
@@ -66,11 +67,10 @@ class _Proc:
 
     def _start(self, message: Message) -> None:
         fields = message.fields
-        mesh, hosts, per_host = fields["layout"]
         labels, sizes = fields["shape"]
         rank = fields["rank"]
         self._runtime.python = fields["python"]
-        self._runtime.home = ProcLayout(mesh, tuple(hosts), per_host), Shape(labels, Slice.new_row_major(sizes)), rank
+        self._runtime.home = ProcLayout.from_fields(fields["layout"]), Shape(labels, Slice.new_row_major(sizes)), rank
         try:
             run_bootstrap(message.body)
         except Exception as error:  # a user's function; its owner is told, and the proc is of no use
@@ -93,6 +93,14 @@ class _Proc:
                 self._loop.call_later(_LOOK_SECONDS, look)
 
         look()
+
+    def _fail(self, event: str, traceback: str | None) -> None:
+        """End at once, for an actor has failed and a restart policy makes everything here anew."""
+        agent = Address(self._spec.host, AGENT)
+        fields = {"event": event, "traceback": traceback or ""}
+        self._link.send(Message("failing", agent, self._runtime.address, fields))
+        self._exit_code = 1
+        self._loop.stop()
 
     def _broken(self, peer: str, error: WireError) -> None:
         logger.critical("%s on the link from the agent: ending", error)

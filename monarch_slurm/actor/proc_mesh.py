@@ -129,16 +129,14 @@ class ProcMesh(MeshTrait):
         def lost(rank: int, reason: str) -> None:
             ready._fail(SupervisionError(reason))
 
-        port = runtime.expect_from(ref, self._layout, list(enumerate(ndslice)), arrived, lost)
+        port = runtime.expect_from(ref, self._layout, list(enumerate(ndslice)), arrived, lost, durable=True)
         fields = {
-            "op": "spawn",
-            "mesh": ref.mesh,
             "ref": ref_to_fields(ref),
             "creator": creator_to_fields(owner),
             "asynchronous": asynchronous,
             "ready": port,
         }
-        runtime.cast(self._layout, ndslice, fields, body)
+        runtime.spawn_actors(ref, list(ndslice), fields, body)
         return ActorMesh(actor_class, ref, self._shape, ready)  # type: ignore[return-value]
 
     def stop(self, reason: str = "stopped by client") -> Future[None]:

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from monarch_slurm.actor.errors import ActorRestartedError, SupervisionError
 from monarch_slurm.actor.layout import ActorRef
-from monarch_slurm.wire import Address
+from monarch_slurm.wire import AGENT, Address
 from monarch_slurm.wire.pickling import Buffer
 
 VALUE, EXCEPTION = "value", "exception"
@@ -18,6 +19,19 @@ Source = tuple[Address, ActorRef | None]
 
 Why = Callable[[Address, ActorRef | None], str]
 """Words the reason why an answer cannot come."""
+
+
+class Restarted(str):
+    """A reason why an answer cannot come that is no reason against another question: who was asked starts again."""
+
+    __slots__ = ()
+
+
+def lost_error(reason: str, endpoint: str | None = None) -> SupervisionError:
+    """Return the error of a call whose answer cannot come."""
+    kind = ActorRestartedError if isinstance(reason, Restarted) else SupervisionError
+    return kind(reason, endpoint)
+
 
 OnReply = Callable[[int, str, Sequence[Buffer]], None]
 OnLost = Callable[[int, str], None]
@@ -31,6 +45,10 @@ class _Expected:
     on_lost: OnLost
     waiting: dict[int, Source]
     """By rank of the answer."""
+    durable: bool
+    """The answer may come from a process that was started again."""
+    keeper: Address | None
+    """Who starts the processes again."""
 
 
 class ReplyTable:
@@ -38,14 +56,18 @@ class ReplyTable:
 
     There are two kinds: a reply port expects one answer per rank and vanishes after the last, or after the news that it
     cannot come; a channel port stays until it is closed.
+
+    Args:
+        incarnation: how often this process was started again. No two incarnations have a port of the same number, so
+            that what was meant for an earlier one is dropped.
     """
 
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
+    def __init__(self, incarnation: int = 0) -> None:
+        self._numbers = itertools.count((incarnation << _INCARNATION_SHIFT) + 1)
         self._lock = threading.Lock()
         self._replies: dict[int, _Expected] = {}
         self._channels: dict[int, OnReply] = {}
-        self._by_process: dict[Address, set[int]] = {}
+        self._by_process: dict[str, set[int]] = {}
 
     def open_channel(self, on_reply: OnReply) -> int:
         """Return a new port; ``on_reply`` gets every message sent to it, until `close`."""
@@ -59,19 +81,28 @@ class ReplyTable:
         with self._lock:
             self._channels.pop(number, None)
 
-    def expect(self, answers: dict[int, Source], on_reply: OnReply, on_lost: OnLost) -> int:
+    def expect(
+        self,
+        answers: dict[int, Source],
+        on_reply: OnReply,
+        on_lost: OnLost,
+        durable: bool = False,
+        keeper: Address | None = None,
+    ) -> int:
         """Return a new port that waits for one answer per rank.
 
         Args:
             answers: for each rank, where its answer comes from.
             on_reply: called with rank, `VALUE` or `EXCEPTION`, and the frames.
             on_lost: called with rank and the reason when no answer can come any more.
+            durable: an answer of a process that was started again will do.
+            keeper: who starts the processes again; their host's end is then no end of theirs.
         """
         number = next(self._numbers)
         with self._lock:
-            self._replies[number] = _Expected(on_reply, on_lost, dict(answers))
+            self._replies[number] = _Expected(on_reply, on_lost, dict(answers), durable, keeper)
             for process, _ in answers.values():
-                self._by_process.setdefault(process, set()).add(number)
+                self._by_process.setdefault(name_of(process), set()).add(number)
         return number
 
     def take(self, number: int, rank: int, status: str, frames: Sequence[Buffer]) -> bool:
@@ -83,7 +114,7 @@ class ReplyTable:
                 source = expected.waiting.pop(rank, None)
                 if source is None:
                     return False
-                self._tidy(number, expected, source[0])
+                self._tidy(number, expected, name_of(source[0]))
         if channel is not None:
             channel(rank, status, frames)
         elif expected is not None:
@@ -93,42 +124,63 @@ class ReplyTable:
     def forget(self, number: int) -> None:
         """Wait no longer for the answers to a reply port."""
         with self._lock:
-            expected = self._replies.pop(number, None)
-            for process in {source for source, _ in expected.waiting.values()} if expected is not None else ():
-                numbers = self._by_process.get(process, set())
-                numbers.discard(number)
-                if not numbers:
-                    self._by_process.pop(process, None)
+            expected = self._replies.get(number)
+            if expected is not None:
+                waiting, expected.waiting = expected.waiting, {}
+                for process, _ in waiting.values():
+                    self._tidy(number, expected, name_of(process))
 
-    def lose(self, processes: Iterable[Address], why: Why, mesh: str | None = None) -> None:
-        """Give up answers of processes that ended, or of one actor mesh in them."""
+    def lose(self, processes: Iterable[Address], why: Why, mesh: str | None = None, restarted: bool = False) -> None:
+        """Give up answers of processes that ended, or of one actor mesh in them.
+
+        Args:
+            restarted: the processes start again, so what is durable is still waited for.
+        """
         lost: list[tuple[OnLost, int, str]] = []
         with self._lock:
-            for process in processes:
-                for number in list(self._by_process.get(process, ())):
+            for name in map(name_of, processes):
+                for number in list(self._by_process.get(name, ())):
                     expected = self._replies[number]
+                    if restarted and expected.durable:
+                        continue
                     for rank, (source, ref) in list(expected.waiting.items()):
-                        if source == process and (mesh is None or (ref is not None and ref.mesh == mesh)):
+                        if name_of(source) == name and (mesh is None or (ref is not None and ref.mesh == mesh)):
                             del expected.waiting[rank]
-                            lost.append((expected.on_lost, rank, why(process, ref)))
-                    self._tidy(number, expected, process)
+                            reason = why(source, ref)
+                            lost.append((expected.on_lost, rank, Restarted(reason) if restarted else reason))
+                    self._tidy(number, expected, name)
         for on_lost, rank, reason in lost:
             on_lost(rank, reason)
 
-    def processes(self, host: str) -> list[Address]:
-        """Return the processes of ``host`` that answers are expected from."""
+    def processes(self, gone: Callable[[Address], bool]) -> list[Address]:
+        """Return the processes that answers are expected from and that end with what is ``gone``: themselves, or who
+        keeps them.
+        """
         with self._lock:
-            return [process for process in self._by_process if process.host == host]
+            return [
+                process
+                for expected in self._replies.values()
+                for process, _ in expected.waiting.values()
+                if gone(expected.keeper or process)
+            ]
 
-    def _tidy(self, number: int, expected: _Expected, process: Address) -> None:
-        if not any(source == process for source, _ in expected.waiting.values()):
-            numbers = self._by_process.get(process)
+    def _tidy(self, number: int, expected: _Expected, name: str) -> None:
+        if not any(name_of(source) == name for source, _ in expected.waiting.values()):
+            numbers = self._by_process.get(name)
             if numbers is not None:
                 numbers.discard(number)
                 if not numbers:
-                    del self._by_process[process]
+                    del self._by_process[name]
         if not expected.waiting:
             self._replies.pop(number, None)
+
+
+def name_of(process: Address) -> str:
+    """Return what names a process wherever it is: a proc that is started again may be on another host."""
+    return str(process) if process.proc == AGENT else process.proc
+
+
+_INCARNATION_SHIFT = 40
 
 
 class CountDown:

@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from monarch_slurm.actor.ends import Ends, Tombstones, whose, why_restarted
+from monarch_slurm.actor.keeper import Keeper
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
-from monarch_slurm.actor.messages import ActorDown, Call, PortAddress
+from monarch_slurm.actor.messages import ActorDown, Call, PortAddress, ProcsRestart
 from monarch_slurm.actor.owned import Notice, OwnedActors, OwnedMeshes, OwnedProcs
 from monarch_slurm.actor.replies import VALUE, CountDown, OnLost, OnReply, ReplyTable
 from monarch_slurm.actor.shape import Shape
 from monarch_slurm.host.exits import HostDown, ProcDown
-from monarch_slurm.wire import AGENT, CONTROLLER, Address, Message, dumps
+from monarch_slurm.wire import AGENT, Address, Message, dumps
 from monarch_slurm.wire.pickling import Buffer
 
 if TYPE_CHECKING:
@@ -31,19 +33,7 @@ logger = logging.getLogger(__name__)
 
 CellFactory = Callable[["Runtime", Message], "Cell"]
 
-MAX_TOMBSTONES = 10_000
-"""Ended actors, processes and hosts that a process remembers the reason of."""
-
 _NO_SUCH_ACTOR = "this process has no such actor"
-
-
-class _Tombstones(dict[Any, str]):
-    """Reasons of ends; beyond a number, the oldest are forgotten."""
-
-    def __setitem__(self, key: Any, reason: str) -> None:
-        super().__setitem__(key, reason)
-        if len(self) > MAX_TOMBSTONES:
-            del self[next(iter(self))]
 
 
 class Runtime:
@@ -54,23 +44,28 @@ class Runtime:
         host_name: the name of its host that people know.
         transmit: sends a message to another process or an agent; for any thread.
         make_cell: makes a cell for a spawn message.
+        incarnation: how often this process was started again.
     """
 
     def __init__(
-        self, address: Address, host_name: str, transmit: Callable[[Message], None], make_cell: CellFactory
+        self,
+        address: Address,
+        host_name: str,
+        transmit: Callable[[Message], None],
+        make_cell: CellFactory,
+        incarnation: int = 0,
     ) -> None:
         self.address = address
         self.host_name = host_name
         self._transmit = transmit
         self._make_cell = make_cell
-        self.replies = ReplyTable()
+        self.replies = ReplyTable(incarnation)
+        self.keeper = Keeper(address, transmit)
         self._cells: dict[str, Cell] = {}
-        self._ended_cells = _Tombstones()
+        self._ended_cells = Tombstones()
         self.owned = OwnedMeshes()
         self._lock = threading.RLock()
-        self._down = _Tombstones()
-        self._down_hosts = _Tombstones()
-        self._down_actors = _Tombstones()
+        self._ends = Ends()
         self._numbers = itertools.count(1)
         self._token = os.urandom(3).hex()
         self.local_host = address.host
@@ -81,6 +76,9 @@ class Runtime:
         """Interpreter of the procs that are spawned on `this_host`; empty for the agent's."""
         self.home: tuple[ProcLayout, Shape, int] | None = None
         """Layout, shape and base rank of the proc mesh that this process belongs to."""
+        self._failing = False
+        self.on_failed: Callable[[str, str | None], None] | None = None
+        """Ends this process as a failure, with the event and the traceback of the actor that has failed."""
         self.print_logs: Callable[[], None] = lambda: None
         """Prints the lines of procs that have come; in the client only."""
 
@@ -115,16 +113,20 @@ class Runtime:
         ranks: list[tuple[int, int]],
         on_reply: OnReply,
         on_lost: OnLost,
+        durable: bool = False,
     ) -> PortAddress:
         """Open a port for one answer from each of ``ranks`` (rank of the answer, base rank of the proc).
 
         Ranks that are known to be dead are lost at once.
+
+        Args:
+            durable: an answer of a process that was started again will do.
         """
         sources = {rank: (layout.address(base), ref) for rank, base in ranks}
-        number = self.replies.expect(sources, on_reply, on_lost)
+        number = self.replies.expect(sources, on_reply, on_lost, durable, layout.keeper)
         # Whoever ends from here on is noticed; now look for those that ended before.
         for process, _ in sources.values():
-            reason = self.why_down(process, ref)
+            reason = self.why_down(process, ref, layout.keeper)
             if reason is not None:
                 self.replies.lose([process], lambda *_, reason=reason: reason, ref.mesh if ref else None)
         return (*self.address, number)
@@ -135,17 +137,16 @@ class Runtime:
             self.owned.expect_end_of_host(host)
         agent = Address(host, AGENT)
         self.replies.expect({0: (agent, None)}, lambda *_: None, lambda *_: on_ended())
-        if host in self._down_hosts:
+        if self._ends.has_host(host):
             self.replies.lose([agent], lambda *_: "")
 
-    def why_down(self, process: Address, ref: ActorRef | None) -> str | None:
-        """Return why an actor cannot answer, or None as far as is known."""
-        if ref is not None:
-            failed = self._down_actors.get((ref.mesh, process))
-            if failed is not None:
-                return failed
-        reason = self._down.get(process) or self._down_hosts.get(process.host)
-        return reason and _whose(reason, process, ref)
+    def why_down(self, process: Address, ref: ActorRef | None, keeper: Address | None = None) -> str | None:
+        """Return why an actor cannot answer, or None as far as is known.
+
+        Args:
+            keeper: who starts the process again.
+        """
+        return self._ends.why(process, ref, keeper)
 
     # ---- taking
 
@@ -167,6 +168,16 @@ class Runtime:
             fields = message.fields
             rows = [cell.describe() for cell in list(self._cells.values())]
             self.post((*message.src, fields["port"]), fields["rank"], VALUE, dumps(rows))
+        elif kind == "procs_restart":
+            self._procs_restart(ProcsRestart.from_fields(message.fields))
+        elif kind == "proc_failed":
+            self.keeper.proc_failed(ProcDown(**message.fields))
+        elif kind == "spawned":
+            self.keeper.note_actors(
+                Message("cast", message.dst, message.src, message.fields, message.body), message.src
+            )
+        elif kind == "forget_actors":
+            self.keeper.forget_actors(**message.fields)
         else:
             return False
         return True
@@ -175,6 +186,8 @@ class Runtime:
         fields = message.fields
         mesh, operation = fields["mesh"], fields["op"]
         if operation == "spawn":
+            if mesh in self._cells:
+                return  # one of those that were made anew
             cell = self._make_cell(self, message)
             self._cells[mesh] = cell
             cell.start()
@@ -191,36 +204,55 @@ class Runtime:
             refused = cell_here.stop(fields["reason"], fields["timeout"], asker) if cell_here is not None else ""
         if cell_here is None:
             refused = self._ended_cells.get(mesh, _NO_SUCH_ACTOR)
-        if refused and asker is not None:
+        if refused and asker is not None and not self._is_failing(cell_here):
             self._tell_refused(mesh, refused, asker)
+
+    def _is_failing(self, cell: Cell | None) -> bool:
+        """Return whether this process ends for an actor that has failed: askers are told by the news of that end."""
+        return self._failing or (cell is not None and cell.failed and self.on_failed is not None and _kept(cell))
 
     def _tell_refused(self, mesh: str, reason: str, process: Address) -> None:
         down = ActorDown(mesh, -1, reason, None, False, self.host_name, os.getpid())
         self.send(Message("actor_down", process, self.address, asdict(down)))
 
     def _proc_down(self, down: ProcDown) -> None:
-        text = (
-            down.describe() if not down.expected else f"the process this actor was running on was stopped ({down.exit})"
-        )
         with self._lock:
-            self._down[down.address] = text
+            text = self._ends.proc(down)
             notices = self.owned.proc_down(down)
-        self.replies.lose([down.address], lambda process, ref: _whose(text, process, ref))
+        self.keeper.forget_procs(down.mesh, [down.rank])
+        self.replies.lose([down.address], lambda process, ref: whose(text, process, ref))
         self._tell(notices)
-        self._end_owned_by(lambda owner: owner == down.address, text)
+        self._gone(lambda process: process.proc == down.proc, text)
+
+    def _procs_restart(self, restart: ProcsRestart) -> None:
+        procs = restart.procs
+        with self._lock:
+            self._ends.restart(procs)
+            notices = self.owned.procs_restart(restart)
+        ended = [Address("", name) for name in procs]
+        self.replies.lose(ended, lambda process, ref: why_restarted(restart, process, ref), restarted=True)
+        self._tell(notices)
+        self._gone(lambda process: process.proc in procs, restart.down.describe())
 
     def _host_down(self, down: HostDown) -> None:
-        text = down.describe()
         with self._lock:
-            self._down_hosts[down.host] = text
+            text = self._ends.host(down)
             notices = self.owned.host_down(down)
-        self.replies.lose(self.replies.processes(down.host), lambda process, ref: _whose(text, process, ref))
         self._tell(notices)
-        self._end_owned_by(lambda owner: owner.host == down.host, text)
+        self._gone(lambda process: process.host == down.host, text)
+        self.keeper.host_failed(down)
+
+    def _gone(self, gone: Callable[[Address], bool], why: str) -> None:
+        """What was owned or kept by processes that are ``gone`` ends with them."""
+        self.keeper.forget_owned_by(gone)
+        self.replies.lose(self.replies.processes(gone), lambda process, ref: whose(why, process, ref))
+        for cell in list(self._cells.values()):
+            if gone(cell.owner):
+                cell.end(f"its owner is gone: {why}", failed=False)
 
     def _actor_down(self, down: ActorDown, process: Address) -> None:
         with self._lock:
-            self._down_actors[down.mesh, process] = down.event
+            self._ends.actor(down, process)
             notices = self.owned.actor_down(down)
         self.replies.lose([process], lambda *_: down.event, down.mesh)
         self._tell(notices)
@@ -228,11 +260,6 @@ class Runtime:
     def _tell(self, notices: list[Notice]) -> None:
         for owner, failure in notices:
             owner.body.supervise(failure)
-
-    def _end_owned_by(self, gone: Callable[[Address], bool], why: str) -> None:
-        for cell in list(self._cells.values()):
-            if gone(cell.owner):
-                cell.end(f"its owner is gone: {why}", failed=False)
 
     # ---- ownership
 
@@ -245,6 +272,27 @@ class Runtime:
         """Note that an instance of this process owns an actor mesh."""
         with self._lock:
             self.owned.actors[actors.ref.mesh] = actors
+
+    def spawn_actors(
+        self, ref: ActorRef, base_ranks: Sequence[int], fields: dict[str, Any], body: Sequence[Buffer]
+    ) -> None:
+        """Have actors made on procs, and made anew if their procs are started again."""
+        layout = ref.layout
+        fields = {"op": "spawn", "mesh": ref.mesh, "owner": self.address, **fields}
+        if layout.keeper is not None:
+            noted = {"proc_mesh": layout.mesh, "base_ranks": list(base_ranks), **fields}
+            if layout.keeper == self.address:
+                self.keeper.note_actors(Message("cast", self.address, self.address, noted, body), self.address)
+            else:
+                self.send(Message("spawned", layout.keeper, self.address, noted, body))
+        self.cast(layout, base_ranks, fields, body)
+
+    def _forget_actors(self, layout: ProcLayout, mesh: str, ranks: list[int]) -> None:
+        if layout.keeper == self.address:
+            self.keeper.forget_actors(layout.mesh, mesh, ranks)
+        elif layout.keeper is not None:
+            fields = {"proc_mesh": layout.mesh, "mesh": mesh, "ranks": ranks}
+            self.send(Message("forget_actors", layout.keeper, self.address, fields))
 
     def owns_anything(self, instance: Instance) -> bool:
         """Return whether ``instance`` owns meshes of which something is left."""
@@ -264,9 +312,10 @@ class Runtime:
         ranks = sorted(base_ranks)
         with self._lock:
             self.owned.expect_end_of_procs(layout.mesh, set(ranks))
+        self.keeper.forget_procs(layout.mesh, ranks)
         # No answer ever comes: what is waited for is the news that each proc is no more.
         count_down = CountDown(len(ranks), on_stopped)
-        self.expect_from(None, layout, [(rank, rank) for rank in ranks], lambda *_: None, count_down)
+        self.expect_from(None, layout, [(rank, rank) for rank in ranks], lambda *_: None, count_down, durable=True)
         for host, there in layout.by_host(ranks).items():
             fields = {"mesh": layout.mesh, "ranks": there, "timeout": timeout}
             self.send(Message("stop", Address(host, AGENT), self.address, fields))
@@ -282,6 +331,7 @@ class Runtime:
         ranks = sorted(base_ranks)
         with self._lock:
             self.owned.expect_end_of_actors(ref.mesh, set(ranks))
+        self._forget_actors(ref.layout, ref.mesh, ranks)
         count_down = CountDown(len(ranks), on_stopped)
         self.expect_from(ref, ref.layout, [(rank, rank) for rank in ranks], lambda *_: None, count_down)
         fields = {"op": "stop", "mesh": ref.mesh, "reason": reason, "timeout": timeout}
@@ -318,11 +368,20 @@ class Runtime:
         return ended
 
     def cell_down(self, cell: Cell, told: Iterable[Address], event: str, traceback: str | None, failed: bool) -> None:
-        """An actor here has failed or stopped: tell the processes ``told``."""
-        mesh = cell.ref.mesh
+        """An actor here has failed or stopped: tell the processes ``told``.
+
+        Where a restart policy holds, the process fails with its actor, whose restart is that of all that is in it.
+        """
+        mesh, layout = cell.ref.mesh, cell.ref.layout
         with self._lock:
+            self._failing = self._failing or (failed and self.on_failed is not None and _kept(cell))
             self._ended_cells[mesh] = event
             self._cells.pop(mesh, None)
+        if self._failing:
+            if failed and self.on_failed is not None:
+                self.on_failed(event, traceback)
+            return
+        self._forget_actors(layout, mesh, [cell.base_rank])
         down = ActorDown(mesh, cell.base_rank, event, traceback, failed, self.host_name, os.getpid())
         for process in told:
             self.send(Message("actor_down", process, self.address, asdict(down)))
@@ -335,8 +394,5 @@ class Runtime:
         return cells
 
 
-def _whose(reason: str, process: Address, ref: ActorRef | None) -> str:
-    if ref is None or process == CONTROLLER:
-        return reason
-    base_rank = int(process.proc.rpartition(".")[2])
-    return f"The actor {ref.describe(base_rank)} and all its descendants have failed: {reason}"
+def _kept(cell: Cell) -> bool:
+    return cell.ref.layout.keeper is not None

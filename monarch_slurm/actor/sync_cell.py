@@ -61,7 +61,7 @@ class SyncCell(Cell):
             handled = self._ask_handler(failure)
         except BaseException as error:
             raise self._handling_failed(error, failure) from error
-        if not handled:
+        if not handled and not failure.restarted:
             raise self._unhandled(failure)
 
     def _handle(self, call: Call) -> None:

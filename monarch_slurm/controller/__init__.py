@@ -1,11 +1,11 @@
 """The controller's own business: which hosts it has, how often things may restart, what happened.
 
 - `hosts`: becoming the controller of a job folder, waiting for hosts
-- `restart`: limits of restarts
 - `journal`: events on disk
 - `census`: who is there and does what
 """
 
+from monarch_slurm.actor.budget import RestartBudget, RestartLimit
 from monarch_slurm.controller.census import census
 from monarch_slurm.controller.hosts import (
     ANSWERS,
@@ -18,7 +18,6 @@ from monarch_slurm.controller.hosts import (
     withdraw,
 )
 from monarch_slurm.controller.journal import Journal, read_journal
-from monarch_slurm.controller.restart import RestartBudget, RestartLimit
 
 __all__ = [
     "ANSWERS",

@@ -11,9 +11,8 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,9 @@ from monarch_slurm.config import configure, settings
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.host.exits import ProcDown
 from monarch_slurm.host.identity import address_towards
+from monarch_slurm.host.lease import Lease
 from monarch_slurm.host.log_streams import LogStreams
+from monarch_slurm.host.mailbox import Mailboxes
 from monarch_slurm.host.output import Output
 from monarch_slurm.host.procs import ProcTable
 from monarch_slurm.host.spawning import Place, procs_asked_for
@@ -36,13 +37,11 @@ from monarch_slurm.wire import (
     Link,
     Loop,
     Message,
-    Timer,
     UnknownPeerError,
     WireError,
     make_runtime_dir,
     remove_runtime_dir,
 )
-from monarch_slurm.wire.keys import CONTROLLER_FILE
 from monarch_slurm.wire.runtime_dir import SOCKET_NAME
 from monarch_slurm.wire.sockets import bind_ipc, connect_tcp, make_dealer, make_router
 
@@ -51,20 +50,8 @@ logger = logging.getLogger(__name__)
 ENDED, LEASE_EXPIRED, FENCED = 0, 3, 4
 """Exit codes of an agent: told to end; nothing heard from the controller; the controller gave this host up."""
 
-MAX_TOMBSTONES = 10_000
-
-_NOT_THERE = "NotThere(this host has no such proc)"
-
 _FAREWELL_MS = 500
 """Time for the last messages to reach the controller, if it is still there."""
-
-
-@dataclass
-class _Waiting:
-    """Messages for a proc that has not reported yet, or that is ending."""
-
-    messages: list[Message] = field(default_factory=list)
-    first: Message | None = None
 
 
 class Agent:
@@ -95,7 +82,6 @@ class Agent:
         self.host = host
         self.ip = address or address_towards(invitation.address)
         self._address = Address(self.host, AGENT)
-        self._folder = folder
         self._invitation = invitation
         self._loop = Loop()
         self._output = output
@@ -104,11 +90,10 @@ class Agent:
         self._runtime_dir = make_runtime_dir()
         self._socket_path = self._runtime_dir / SOCKET_NAME
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._waiting: dict[str, _Waiting] = {}
+        self._mailboxes = Mailboxes(host, name)
         self._owners: dict[str, Address] = {}
-        self._tombstones: dict[str, ProcDown] = {}
-        self._last_heard = self._loop.clock()
-        self._next_beat: Timer | None = None
+        self._restartable: set[str] = set()
+        self._lease = Lease(self._loop, folder, self._beat, self._controller_gone)
         router = make_router(self._context)
         bind_ipc(router, self._socket_path)
         self._down = Link(self._loop, router, self._from_proc, self._proc_fault)
@@ -136,13 +121,15 @@ class Agent:
             "log_ack": logs.acknowledged,
             "stacks": stacks.ask,
             "pong": stacks.heard,
-            "shutdown": self._shutdown,
+            "procs_restart": self._owner_procs_restart,
+            "failing": lambda message: self._procs.note_failure(message.src.proc, **message.fields),
+            "shutdown": lambda message: self._wind_down(message.fields["timeout"]),
             "welcome": self._take_welcome,
             "heartbeat": lambda message: None,
             "fenced": self._fenced,
         }
         if controller_pid:
-            self._watch_controller(controller_pid)
+            self._lease.watch(controller_pid)
 
     def run(self) -> int:
         """Serve until told to end; return the exit code."""
@@ -151,7 +138,7 @@ class Agent:
         hello = {"name": self.name, "pid": os.getpid(), "hostname": socket.gethostname(), "address": self.ip}
         self._up.send(Message("hello", CONTROLLER, self._address, hello))
         self._procs.warm()
-        self._beat()
+        self._lease.beat()
         try:
             self._loop.run()
         finally:
@@ -161,44 +148,15 @@ class Agent:
     # ---- the controller
 
     def _beat(self) -> None:
-        if self._next_beat is not None:
-            self._next_beat.cancel()
-        interval = settings().heartbeat_interval
-        if self._loop.late > interval:
-            self._last_heard += self._loop.late  # this process did not run; it cannot have heard anything
-        silence = self._loop.clock() - self._last_heard
-        if silence > (settings().mesh_orphan_timeout or silence):  # None: for ever
-            logger.error("host %s: nothing heard from the controller for %.0f s: ending all procs", self.name, silence)
-            self._end(LEASE_EXPIRED)
-            return
-        if silence > 2 * interval and self._controller_left():
-            logger.error("host %s: the controller has ended: ending all procs", self.name)
-            self._end(LEASE_EXPIRED)
-            return
         self._up.send(Message("heartbeat", CONTROLLER, self._address))
         self._procs.reap()
-        self._next_beat = self._loop.call_later(interval, self._beat)
 
-    def _controller_left(self) -> bool:
-        return self._folder is not None and not (self._folder / CONTROLLER_FILE).exists()
-
-    def _watch_controller(self, pid: int) -> None:
-        try:
-            pidfd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            self._loop.call_soon(lambda: self._end(LEASE_EXPIRED))
-            return
-
-        def ended() -> None:
-            self._loop.remove_reader(pidfd)
-            os.close(pidfd)
-            logger.error("host %s: the controller has ended: ending all procs", self.name)
-            self._end(LEASE_EXPIRED)
-
-        self._loop.add_reader(pidfd, ended)
+    def _controller_gone(self, how: str) -> None:
+        logger.error("host %s: %s: ending all procs", self.name, how)
+        self._end(LEASE_EXPIRED)
 
     def _from_controller(self, message: Message) -> None:
-        self._last_heard = self._loop.clock()
+        self._lease.heard()
         self._route(message)
 
     def _controller_fault(self, peer: str, error: WireError) -> None:
@@ -207,16 +165,13 @@ class Agent:
 
     def _take_welcome(self, message: Message) -> None:
         configure(**message.fields["settings"])
-        self._beat()  # its interval may be another now
+        self._lease.beat()  # its interval may be another now
 
     def _fenced(self, message: Message) -> None:
         logger.error(
             "host %s: the controller gave this host up (%s): ending all procs", self.name, message.fields["cause"]
         )
         self._end(FENCED)
-
-    def _shutdown(self, message: Message) -> None:
-        self._wind_down(message.fields["timeout"])
 
     def _told_by_signal(self) -> None:
         # The owners of the procs know nothing of this, so it is a failure to them.
@@ -271,52 +226,53 @@ class Agent:
             logger.error("host %s: unknown message %r from %s", self.name, message.kind, message.src)
 
     def _to_proc(self, name: str, message: Message) -> None:
-        waiting = self._waiting.get(name)
-        if waiting is not None:
-            waiting.messages.append(message)
+        if self._mailboxes.keep(name, message):
             return
         try:
             self._down.send(message, name)
         except UnknownPeerError:
             if name in self._procs:
-                self._waiting[name] = _Waiting([message])  # it is ending; how, is known in a moment
+                self._mailboxes.open(name).messages.append(message)  # it is ending; how, is known in a moment
             else:
                 self._undeliverable(name, message)
 
-    def _undeliverable(self, name: str, message: Message, exit_text: str = _NOT_THERE) -> None:
-        if message.kind in ("proc_down", "host_down"):
-            return
-        down = self._tombstones.get(name)
-        if down is None:
-            mesh, _, rank = name.rpartition(".")
-            number = int(rank) if rank.isdecimal() else 0
-            down = ProcDown(self.host, self.name, name, mesh, number, 0, exit_text, time.time())
-        self._route(Message("proc_down", message.src, self._address, down.to_fields()))
+    def _undeliverable(self, name: str, message: Message, *exit_text: str) -> None:
+        if message.kind not in ("proc_down", "host_down", "procs_restart"):
+            down = self._mailboxes.end_of(name, *exit_text)
+            self._route(Message("proc_down", message.src, self._address, down.to_fields()))
 
     def _cast(self, message: Message) -> None:
         fields = message.fields
         for rank in fields["base_ranks"]:
-            self._to_proc(f"{fields['proc_mesh']}.{rank}", message)
+            name = f"{fields['proc_mesh']}.{rank}"
+            if fields.get("again"):
+                self._mailboxes.open(name).actors.append(message)
+            else:
+                self._to_proc(name, message)
 
     # ---- procs
 
     def _spawn(self, message: Message) -> None:
         fields = message.fields
         mesh = fields["mesh"]
-        if self._ending:
-            for proc in fields["procs"]:
-                self._undeliverable(f"{mesh}.{proc['rank']}", message, "NotStarted(the host's agent is ending)")
-            return
         try:
+            if self._ending:
+                raise ConfigError("its agent is ending")  # noqa: TRY301 - answered as what cannot be had here
             asked = procs_asked_for(message, Place(self.host, self.name, str(self._socket_path), self.ip))
         except ConfigError as error:
-            for proc in fields["procs"]:
-                self._undeliverable(f"{mesh}.{proc['rank']}", message, f"NotStarted(host {self.name}: {error})")
+            for rank in fields["ranks"]:
+                self._undeliverable(f"{mesh}.{rank}", message, f"NotStarted(host {self.name}: {error})")
             return
         self._owners[mesh] = message.src
+        if fields["restartable"]:
+            self._restartable.add(mesh)
         for spec, first in asked:
-            self._waiting[spec.proc] = _Waiting(self._logs.greetings(spec.proc), first)
-        self._procs.spawn([spec for spec, _ in asked])
+            if self._mailboxes.is_buried(spec.proc):
+                self._undeliverable(spec.proc, message)  # somebody has stopped it meanwhile
+            else:
+                box = self._mailboxes.open(spec.proc)
+                box.first, box.actors[:0] = first, self._logs.greetings(spec.proc)
+        self._procs.spawn([spec for spec, _ in asked if spec.proc in self._mailboxes])
 
     def _may_still_speak(self, name: str) -> bool:
         if self._down.connected(name):
@@ -325,47 +281,61 @@ class Agent:
         return False
 
     def _proc_reported(self, name: str) -> None:
-        waiting = self._waiting.pop(name, None)
-        if waiting is None:
-            return
-        self._procs.reported(name)
-        assert waiting.first is not None
-        self._down.send(waiting.first, name)
-        for message in waiting.messages:
-            self._down.send(message, name)
+        box = self._mailboxes.close(name)
+        if box is not None and box.first is not None:
+            self._procs.reported(name)
+            for message in (box.first, *box.actors, *box.messages):
+                self._down.send(message, name)
 
     def _proc_ended(self, down: ProcDown) -> None:
         self._logs.flush()  # its last lines come before the news of its end
-        waiting = self._waiting.pop(down.proc, None)
         self._down.forget(down.proc)
-        self._tombstones[down.proc] = down
-        while len(self._tombstones) > MAX_TOMBSTONES:
-            del self._tombstones[next(iter(self._tombstones))]
         if not down.expected:
             logger.info("host %s: proc %s (pid %d) ended: %s", self.name, down.proc, down.pid, down.exit)
-        # To the neighbours here at once, and to everybody else by the controller.
-        self._tell_procs(Message("proc_down", Address(self.host, ""), self._address, down.to_fields()))
-        self._up.send(Message("proc_down", CONTROLLER, self._address, down.to_fields()))
-        for message in waiting.messages if waiting else ():
-            self._undeliverable(down.proc, message)
-        self._kill_owned_by(down.address)
-        if not self._procs.names(down.mesh):
-            self._owners.pop(down.mesh, None)
+        if down.mesh in self._restartable and not down.expected and down.mesh in self._owners:
+            # What was sent to it until now was sent before anybody could know; what comes from here on is held.
+            self._mailboxes.close(down.proc)
+            self._mailboxes.open(down.proc)
+            self._route(Message("proc_failed", self._owners[down.mesh], self._address, down.to_fields()))
+        else:
+            self._tell_end(down)
+        self._kill_owned_by(down.proc)
         if self._ending and not self._procs.names():
             self._end(ENDED)
 
+    def _tell_end(self, down: ProcDown) -> None:
+        """A proc here has ended and does not start again: tell the neighbours, and everybody by the controller."""
+        self._tell_procs(Message("proc_down", Address(self.host, ""), self._address, down.to_fields()))
+        self._up.send(Message("proc_down", CONTROLLER, self._address, down.to_fields()))
+        self._bury(down)
+
+    def _bury(self, down: ProcDown) -> None:
+        for message in self._mailboxes.bury(down):
+            self._undeliverable(down.proc, message)
+        if not self._procs.names(down.mesh) and not self._mailboxes.awaiting_restart(down.mesh):
+            self._owners.pop(down.mesh, None)
+            self._restartable.discard(down.mesh)
+
     def _tell_procs(self, message: Message) -> None:
         for name in self._procs.names():
-            if name not in self._waiting:
+            if name not in self._mailboxes:
                 try:
                     self._down.send(message, name)
                 except UnknownPeerError:
                     continue  # it is ending too
 
     def _owner_proc_down(self, message: Message) -> None:
-        """News of a proc on another host."""
+        """News of the end of a proc on another host, or of one that is not to be started again."""
         self._tell_procs(message)
-        self._kill_owned_by(Address(message.fields["host"], message.fields["proc"]))
+        down = ProcDown(**message.fields)
+        self._kill_owned_by(down.proc)
+        if down.host == self.host and down.proc not in self._procs:
+            self._bury(down)
+
+    def _owner_procs_restart(self, message: Message) -> None:
+        self._tell_procs(message)
+        for rank in message.fields["ranks"]:
+            self._kill_owned_by(f"{message.fields['down']['mesh']}.{rank}")
 
     def _owner_host_down(self, message: Message) -> None:
         self._tell_procs(message)
@@ -373,26 +343,35 @@ class Agent:
             if owner.host == message.fields["host"]:
                 self._kill_mesh(mesh)
 
-    def _kill_owned_by(self, owner: Address) -> None:
-        for mesh, address in list(self._owners.items()):
-            if address == owner:
+    def _kill_owned_by(self, proc: str) -> None:
+        for mesh, owner in list(self._owners.items()):
+            if owner.proc == proc:
                 self._kill_mesh(mesh)
 
     def _kill_mesh(self, mesh: str) -> None:
         for name in self._procs.names(mesh):
             self._procs.expect_end(name, 0.0)
+        for name in self._mailboxes.awaiting_restart(mesh):
+            self._end_instead_of_restart(name)
+
+    def _end_instead_of_restart(self, name: str) -> None:
+        down = self._mailboxes.end_of(name, "Stopped(before it was started again)")
+        self._tell_end(replace(down, expected=True))
 
     def _stop_procs(self, message: Message) -> None:
         """End procs in order: each is told, and killed if it takes too long; ``proc_down`` tells when it is gone."""
-        there = set(self._procs.names(message.fields["mesh"]))
+        mesh = message.fields["mesh"]
+        there, waiting = set(self._procs.names(mesh)), set(self._mailboxes.awaiting_restart(mesh))
         for name in _names(message.fields):
             if name in there:
                 self._stop_proc(name, message.src, message.fields["timeout"])
+            elif name in waiting:
+                self._end_instead_of_restart(name)
             else:
                 self._undeliverable(name, message)
 
     def _stop_proc(self, name: str, asker: Address, timeout: float, why: str = "") -> None:
-        if name in self._waiting:
+        if name in self._mailboxes:
             self._procs.expect_end(name, 0.0, why)
         else:
             self._to_proc(name, Message("exit", Address(self.host, name), asker, {"timeout": timeout}))

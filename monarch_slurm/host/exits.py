@@ -44,6 +44,8 @@ class ProcDown:
         detected_at: seconds since the epoch when the agent saw it.
         stderr_tail: the last lines of its stderr.
         expected: it was told to stop.
+        event: why it ended itself, for people: an actor in it has failed.
+        traceback: of the Python exception that was the reason.
     """
 
     host: str
@@ -56,6 +58,8 @@ class ProcDown:
     detected_at: float
     stderr_tail: list[str] = field(default_factory=list)
     expected: bool = False
+    event: str = ""
+    traceback: str = ""
 
     @property
     def address(self) -> Address:
@@ -68,6 +72,8 @@ class ProcDown:
 
     def describe(self) -> str:
         """Return one or more lines for a person."""
+        if self.event:
+            return f"{self.event} (host {self.host_name}, proc {self.proc}, rank {self.rank}, pid {self.pid})"
         hint = explain_exit(self.exit)
         text = (
             f"the process this actor was running on failed: {self.exit} (host {self.host_name}, proc {self.proc}, "

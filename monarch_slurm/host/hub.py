@@ -112,7 +112,10 @@ class Hub:
         A host whose connection has broken is given up: what was on the way is lost, and nobody knows what it was.
         """
         if message.dst.host == CONTROLLER.host:
-            self._loop.call_soon(lambda: self._on_message(message))
+            if message.kind == "publish":
+                self._publish(message)
+            else:
+                self._loop.call_soon(lambda: self._on_message(message))
             return
         with self._lock:
             waiting = self._expected.get(message.dst.host)
@@ -170,6 +173,13 @@ class Hub:
         elif message.kind not in ("host_down", "proc_down"):
             self._send_quietly(notice)
 
+    def _publish(self, message: Message) -> None:
+        """Tell everybody: all agents, and this process. For any thread; nothing that it sends later is there before."""
+        kind, fields = message.fields["kind"], message.fields["fields"]
+        for peer in list(self.hosts):
+            self._send_quietly(Message(kind, Address(peer, AGENT), CONTROLLER, fields))
+        self._loop.call_soon(lambda: self._on_message(Message(kind, CONTROLLER, CONTROLLER, fields)))
+
     # ---- agents
 
     def _from_agent(self, peer: str, message: Message) -> None:
@@ -187,7 +197,7 @@ class Hub:
             self._joined(peer, message)
         elif message.kind == "bye":
             self._left(peer)
-        elif message.dst.host != CONTROLLER.host:
+        elif message.dst.host != CONTROLLER.host or message.kind == "publish":
             self.send(message)
         else:
             if message.kind == "proc_down":

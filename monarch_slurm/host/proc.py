@@ -43,6 +43,7 @@ class ProcSpec:
         command: program, its name for itself and its arguments, which are to run the proc; empty for the zygote's fork.
         inherit_env: keep the agent's environment; else only what ``env`` says.
         settings: settings of the process that asked for the proc.
+        incarnation: how often procs of its mesh were started again before.
     """
 
     host: str
@@ -61,6 +62,7 @@ class ProcSpec:
     memory_nodes: list[int] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
     inherit_env: bool = True
+    incarnation: int = 0
 
 
 def pack_request(spec: ProcSpec, last: bool) -> bytes:

@@ -42,6 +42,8 @@ class _Proc:
     reported: bool = False
     asked_at: float = field(default_factory=time.time)
     why_ended: str = ""
+    event: str = ""
+    traceback: str = ""
     ended_at: float = 0.0
 
 
@@ -182,6 +184,12 @@ class ProcTable:
             else:
                 self.signal(name, signal.SIGKILL)
 
+    def note_failure(self, name: str, event: str, traceback: str) -> None:
+        """A proc that is about to end says why, with the traceback of the Python exception that was the reason."""
+        proc = self._procs.get(name)
+        if proc is not None:
+            proc.event, proc.traceback = event, traceback
+
     def reap(self) -> None:
         """Look after orphans; to be called now and then."""
         self._orphans.sweep()
@@ -304,7 +312,7 @@ class ProcTable:
         self._on_down(
             ProcDown(
                 spec.host, spec.host_name, name, spec.mesh, spec.rank, proc.pid, exit_text,
-                proc.ended_at or time.time(), proc.log.tail, proc.stopping,
+                proc.ended_at or time.time(), proc.log.tail, proc.stopping, proc.event, proc.traceback,
             )
         )  # fmt: skip
 

@@ -30,7 +30,10 @@ def procs_asked_for(message: Message, place: Place) -> list[tuple[ProcSpec, Mess
     mesh = fields["mesh"]
     dealt = deal_out([proc["gpus"] for proc in fields["procs"]])
     asked = []
+    # All procs of the host are in the request, so that each gets its own share of GPUs and cores if only some start.
     for proc, (visible, near) in zip(fields["procs"], dealt, strict=True):
+        if proc["rank"] not in fields["ranks"]:
+            continue
         name = f"{mesh}.{proc['rank']}"
         first = Message(
             "start", Address(place.host, name), message.src, {"rank": proc["rank"], **fields["start"]}, message.body
@@ -40,7 +43,7 @@ def procs_asked_for(message: Message, place: Place) -> list[tuple[ProcSpec, Mess
         spec = ProcSpec(
             place.host, place.name, name, mesh, proc["rank"], place.socket_path, fields["entry"], env,
             fields["sys_path"], fields["cwd"], cpus, fields["settings"], proc["cpu_nodes"], proc["memory_nodes"],
-            proc["command"], proc["inherit_env"],
+            proc["command"], proc["inherit_env"], fields["incarnation"],
         )  # fmt: skip
         asked.append((spec, first))
     return asked

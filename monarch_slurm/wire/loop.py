@@ -67,6 +67,21 @@ class Loop:
         if self._readers.pop(fd, None) is not None and not self._epoll.closed:
             self._epoll.unregister(fd)
 
+    def watch_process(self, pid: int, ended: Callable[[], None]) -> None:
+        """Call ``ended`` once when the process has ended; it may still have to be waited for.
+
+        Raises:
+            ProcessLookupError: there is no such process.
+        """
+        pidfd = os.pidfd_open(pid)
+
+        def end() -> None:
+            self.remove_reader(pidfd)
+            os.close(pidfd)
+            ended()
+
+        self.add_reader(pidfd, end)
+
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
         """Call ``callback`` on the loop's thread after ``seconds``. For the loop's own thread, or before it runs."""
         timer = Timer(callback)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from monarch_slurm.controller import RestartBudget, RestartLimit
+from monarch_slurm.actor.budget import RestartBudget, RestartLimit
 
 
 def test_failures_far_apart_cost_nothing() -> None:

@@ -1,0 +1,175 @@
+"""Starting the procs of restartable meshes again, with their actors.
+
+The process that spawned a mesh with a `RestartPolicy` is its keeper. It alone is told of the failures of its procs,
+decides, and tells everybody else. In this order, so that no call is lost and none meets a proc without its actors:
+
+1. A proc fails. Its agent tells the keeper, and holds what is sent to the proc from then on.
+2. The keeper tells all processes that the proc starts again: calls that wait for it end.
+3. The keeper sends the agent the spawn messages of the actors, and then that of the proc; once it runs it gets the
+   actors first and then what was held, in the order in which it was sent.
+
+If the keeper gives the proc up, everybody is told of its end instead, and the agent refuses what it has held.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from monarch_slurm.actor.layout import ProcLayout
+from monarch_slurm.actor.messages import ProcsRestart
+from monarch_slurm.actor.restart import RestartPolicy, Restarts
+from monarch_slurm.host.exits import HostDown, ProcDown
+from monarch_slurm.wire import AGENT, CONTROLLER, Address, Message
+
+MakeSpawn = Callable[[str, list[int], int], Message]
+"""Makes the message that spawns ranks on a host as their given incarnation."""
+
+
+@dataclass
+class _Actors:
+    """One actor mesh on kept procs: the message that spawned it, and the ranks where it has not ended."""
+
+    owner: Address
+    message: Message
+    ranks: set[int]
+
+
+@dataclass
+class _Procs:
+    layout: ProcLayout
+    restarts: Restarts
+    make_spawn: MakeSpawn
+    actors: dict[str, _Actors] = field(default_factory=dict)
+    incarnation: int = 0
+    causes: dict[int, ProcDown] = field(default_factory=dict)
+    """For ranks that were killed to start again: the failure that was the reason."""
+    timer: threading.Timer | None = None
+
+
+class Keeper:
+    """The restartable meshes that this process has spawned. For any thread.
+
+    Args:
+        address: this process.
+        send: sends a message.
+    """
+
+    def __init__(self, address: Address, send: Callable[[Message], None]) -> None:
+        self._address = address
+        self._send = send
+        self._lock = threading.RLock()
+        self._meshes: dict[str, _Procs] = {}
+
+    def keep(self, layout: ProcLayout, policy: RestartPolicy, count: int, make_spawn: MakeSpawn) -> None:
+        """Keep a mesh of ``count`` procs alive from now on."""
+        with self._lock:
+            self._meshes[layout.mesh] = _Procs(layout, Restarts(policy, count), make_spawn)
+
+    def note_actors(self, message: Message, owner: Address) -> None:
+        """Note that ``owner`` spawns actors on kept procs, with the "cast" ``message``."""
+        fields = message.fields
+        with self._lock:
+            kept = self._meshes.get(fields["proc_mesh"])
+            if kept is not None:
+                kept.actors[fields["mesh"]] = _Actors(owner, message, set(fields["base_ranks"]))
+
+    def forget_actors(self, proc_mesh: str, mesh: str, ranks: Collection[int]) -> None:
+        """Note that actors have ended, or have been told to, and are not to be made anew."""
+        with self._lock:
+            kept = self._meshes.get(proc_mesh)
+            actors = kept.actors.get(mesh) if kept is not None else None
+            if kept is not None and actors is not None:
+                actors.ranks -= set(ranks)
+                if not actors.ranks:
+                    del kept.actors[mesh]
+
+    def forget_owned_by(self, gone: Callable[[Address], bool]) -> None:
+        """Actors whose owner is gone are not made anew."""
+        with self._lock:
+            for kept in self._meshes.values():
+                kept.actors = {mesh: actors for mesh, actors in kept.actors.items() if not gone(actors.owner)}
+
+    def forget_procs(self, mesh: str, ranks: Collection[int]) -> None:
+        """Procs end for good, or have done so."""
+        with self._lock:
+            kept = self._meshes.get(mesh)
+            if kept is None:
+                return
+            kept.restarts.end(ranks)
+            if not kept.restarts.left:
+                self._forget(kept)
+
+    def proc_failed(self, down: ProcDown) -> None:
+        """A kept proc has ended, and its agent waits for what is to become of it."""
+        with self._lock:
+            kept = self._meshes.get(down.mesh)
+            if kept is None:
+                self._publish("proc_down", down.to_fields())
+                return
+            self.forget_owned_by(lambda owner: owner.proc == down.proc)
+            verdict = kept.restarts.failed({down.rank}, time.monotonic())
+            kept.causes.update(dict.fromkeys(verdict.killed, down))
+            if down.rank in verdict.restarted:
+                cause = kept.causes.pop(down.rank, down)
+                self._publish("procs_restart", ProcsRestart(cause, (down.rank,)).to_fields())
+            for host, ranks in kept.layout.by_host(verdict.killed).items():
+                fields = {"mesh": down.mesh, "ranks": ranks, "signal": 9}
+                self._send(Message("kill", Address(host, AGENT), self._address, fields))
+            if down.rank in verdict.given_up:
+                self._publish("proc_down", down.to_fields())
+            elif down.rank in kept.restarts.gone:
+                self._publish("proc_down", {**down.to_fields(), "expected": True})
+            self._start_due(kept)
+
+    def host_failed(self, down: HostDown) -> None:
+        """A host is lost with all kept procs on it."""
+        with self._lock:
+            for kept in list(self._meshes.values()):
+                for rank in kept.layout.ranks_on(down.host) - kept.restarts.gone:
+                    name = f"{kept.layout.mesh}.{rank}"
+                    end = ProcDown(
+                        down.host, down.host_name, name, kept.layout.mesh, rank, 0, "Lost(host)", down.detected_at,
+                        event=down.describe(),
+                    )  # fmt: skip
+                    self._publish("proc_down", end.to_fields())
+
+    def _publish(self, kind: str, fields: dict[str, Any]) -> None:
+        self._send(Message("publish", CONTROLLER, self._address, {"kind": kind, "fields": fields}))
+
+    def _start_due(self, kept: _Procs) -> None:
+        now = time.monotonic()
+        ranks = kept.restarts.start(now)
+        if ranks:
+            kept.incarnation += 1
+            for host, there in kept.layout.by_host(sorted(ranks)).items():
+                self._start(kept, host, there)
+        due = kept.restarts.next_start()
+        if kept.timer is not None:
+            kept.timer.cancel()
+            kept.timer = None
+        if due is not None:
+            kept.timer = threading.Timer(max(0.0, due - now), self._look_again, [kept])
+            kept.timer.daemon = True
+            kept.timer.start()
+
+    def _look_again(self, kept: _Procs) -> None:
+        with self._lock:
+            if self._meshes.get(kept.layout.mesh) is kept:
+                self._start_due(kept)
+
+    def _start(self, kept: _Procs, host: str, ranks: list[int]) -> None:
+        for actors in kept.actors.values():
+            there = [rank for rank in ranks if rank in actors.ranks]
+            if there:
+                fields = {**actors.message.fields, "base_ranks": there, "again": True}
+                self._send(Message("cast", Address(host, AGENT), self._address, fields, actors.message.body))
+        self._send(kept.make_spawn(host, ranks, kept.incarnation))
+
+    def _forget(self, kept: _Procs) -> None:
+        del self._meshes[kept.layout.mesh]
+        if kept.timer is not None:
+            kept.timer.cancel()
