@@ -51,7 +51,8 @@ class ProcessJob(JobTrait):
     def _create(self, client_script: Script | None) -> None:
         if client_script is not None:
             raise RuntimeError("a ProcessJob takes no client script: run the program, and have it call state()")
-        self._folder = folder = JobFolder(Path(tempfile.mkdtemp(prefix=f"ms-{os.getuid()}-job-")))
+        # Not a name that runtime_dir.py could take for a folder of sockets whose process is gone.
+        self._folder = folder = JobFolder(Path(tempfile.mkdtemp(prefix=f"msjob-{os.getuid()}-")))
         folder.logs.mkdir()
         runtime = folder.path / "run"
         runtime.mkdir(mode=0o700)
