@@ -181,6 +181,11 @@ def context() -> Context:
     return current
 
 
+def current_context() -> Context | None:
+    """Return the context of the running actor; None outside of any."""
+    return _current.get()
+
+
 def current_rank() -> Point:
     """Return the place of this actor in the mesh slice that the current message was sent to."""
     return context().message_rank

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from monarch_slurm.collectives.background import background_errors
 from monarch_slurm.collectives.checks import CCL_DTYPES, OPS, dtype_name
 from monarch_slurm.collectives.errors import CollectiveError
 from monarch_slurm.collectives.work import DeviceWork, Work
@@ -30,6 +31,7 @@ class CclTransport:
         self._device = device
         self._failure: BaseException | None = None
         self._barrier_flag: torch.Tensor | None = None
+        background_errors.watch(self)
 
     @classmethod
     def join(cls, token: bytes, rank: int, size: int, device: torch.device, timeout_s: float) -> CclTransport:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from monarch_slurm.collectives.background import GRACE_S
 from monarch_slurm.collectives.checks import GLOO_DTYPES
 from monarch_slurm.collectives.errors import CollectiveError
 from monarch_slurm.collectives.rendezvous import own_address
@@ -47,6 +48,7 @@ class GlooTransport:
         self._failure: BaseException | None = None
         self._pending: set[HostWork] = set()
         self._lock = threading.Lock()
+        self._aborted = threading.Event()
         self._queue: queue.SimpleQueue[tuple[HostWork, Callable[[], None]] | None] = queue.SimpleQueue()
         self._grouped: list[tuple[HostWork, Callable[[], Any]]] | None = None
         threading.Thread(target=self._run, name=f"gloo-{rank}", daemon=True).start()
@@ -177,6 +179,7 @@ class GlooTransport:
         self._queue.put(None)
         for work in pending:
             work.finish(failure)
+        self._aborted.set()
 
     def close(self, failure: BaseException) -> None:
         """Wait for what was started, then end."""
@@ -207,6 +210,8 @@ class GlooTransport:
             try:
                 run()
             except BaseException as error:  # the waiter gets it
+                # A broken connection has no rank. The control plane's news, which has, may be on its way.
+                self._aborted.wait(GRACE_S if isinstance(error, RuntimeError) else 0.0)
                 work.finish(error)
             else:
                 work.finish()

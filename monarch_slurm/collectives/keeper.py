@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from typing import Any
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from typing import Any, TypeVar
 
-from monarch_slurm.actor import Actor, concurrent_endpoint
+from monarch_slurm.actor import Actor, concurrent_endpoint, context
 from monarch_slurm.collectives.communicator import Communicator
+from monarch_slurm.collectives.errors import PeerLostError
 from monarch_slurm.collectives.mesh import register
+from monarch_slurm.collectives.peers import Membership, enroll, lose
 from monarch_slurm.collectives.rendezvous import Invitation, invite
+from monarch_slurm.wire import Address
+
+T = TypeVar("T")
 
 
 class Keeper(Actor):
@@ -18,15 +27,16 @@ class Keeper(Actor):
     def __init__(self) -> None:
         self._communicators: dict[str, Communicator] = {}
         self._kept: dict[str, Any] = {}
+        self._members: dict[str, Membership] = {}
 
     @concurrent_endpoint
-    async def host(self) -> tuple[str, str]:
-        """Return the name and address of this host."""
-        name = socket.gethostname()
+    async def host(self) -> tuple[str, str, Address]:
+        """Return the name and address of this host, and the control plane's address of this process."""
+        name, process = socket.gethostname(), context().actor_instance.runtime.address
         try:
-            return name, socket.gethostbyname(name)
+            return name, socket.gethostbyname(name), process
         except OSError:
-            return name, "127.0.0.1"
+            return name, "127.0.0.1", process
 
     @concurrent_endpoint
     async def invite(self, name: str, backend: str, address: str) -> Invitation:
@@ -35,22 +45,85 @@ class Keeper(Actor):
         return invitation
 
     @concurrent_endpoint
-    async def join(self, name: str, invitation: Invitation, rank: int, size: int, timeout_s: float) -> None:
-        """Join, in a thread of its own."""
-        made = await asyncio.to_thread(Communicator.join, invitation, rank, size, timeout_s=timeout_s)
+    async def join(
+        self, name: str, invitation: Invitation, rank: int, processes: list[Address], timeout_s: float
+    ) -> None:
+        """Join, in a thread of its own; ``processes`` has the process of each rank.
+
+        Raises:
+            PeerLostError: one of them ended meanwhile.
+        """
+        lost: Future[None] = Future()
+
+        def abort(reason: str, lost_rank: int) -> None:
+            with contextlib.suppress(InvalidStateError):  # the first news counts
+                lost.set_exception(PeerLostError(reason, lost_rank))
+
+        if name in self._members:
+            self._members.pop(name).end()
+        self._members[name] = enroll(context().actor_instance.runtime, processes, abort)
+        joining = _on_thread(lambda: Communicator.join(invitation, rank, len(processes), timeout_s=timeout_s))
+        await _first_done(joining, lost)
+        if not joining.done():
+            # The library cannot be called back; what it makes in the end is of no use to anybody.
+            joining.add_done_callback(_abandon)
+            lost.result()
+        made = joining.result()
+        lost.add_done_callback(lambda news: made.abort(*_blame(news)))
         self._communicators[name] = made
         register(name, made)
 
     @concurrent_endpoint
     async def abort(self, name: str, reason: str, rank: int | None) -> None:
-        """Abort the communicator of that name, if there is one."""
+        """Abort the communicator of that name, if there is one, and all that have the lost process as a peer."""
         if name in self._communicators:
             await asyncio.to_thread(self._communicators[name].abort, reason, rank)
+        if name in self._members and rank is not None:
+            lose(self._members[name].processes[rank], reason)
 
     @concurrent_endpoint
     async def close(self, name: str) -> None:
         """Close the communicator of that name, if there is one."""
         register(name, None)
+        if name in self._members:
+            self._members.pop(name).end()
         if name in self._communicators:
             await asyncio.to_thread(self._communicators.pop(name).close)
         self._kept.pop(name, None)
+
+
+def _on_thread(function: Callable[[], T]) -> Future[T]:
+    """Run a function on a thread that the end of the process does not wait for."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:  # whoever waits gets it
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="communicator-join", daemon=True).start()
+    return outcome
+
+
+async def _first_done(*futures: Future[Any]) -> None:
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake(_: Future[Any]) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(done.set)
+
+    for future in futures:
+        future.add_done_callback(wake)
+    await done.wait()
+
+
+def _abandon(joined: Future[Communicator]) -> None:
+    if joined.exception() is None:
+        joined.result().abort("nobody waits for it any more")
+
+
+def _blame(news: Future[None]) -> tuple[str, int | None]:
+    error = news.exception()
+    assert isinstance(error, PeerLostError)
+    return error.reason, error.rank

@@ -1,7 +1,6 @@
 """Communicators over the dimensions of a mesh of procs, made and ended by the program that owns the mesh.
 
-This layer lies below the actors; it needs them only here and only when a mesh is handed in, so `keeper`, whose actor
-holds the communicators of one proc, is imported then.
+`keeper`, whose actor holds the communicators of one proc, stands on top of this module.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from monarch_slurm.actor import SupervisionError
 from monarch_slurm.collectives.communicator import Communicator
 from monarch_slurm.collectives.errors import CollectiveError
 from monarch_slurm.collectives.partition import groups_along
@@ -22,8 +22,9 @@ _here: dict[str, Communicator] = {}  # of this process, by name; filled by its k
 class MeshCommunicator:
     """Communicators over a mesh: one for each place in the dimensions that they do not span. It can be pickled.
 
-    Make it with `Communicator.create`. The owner of the mesh calls `abort` when it learns that a proc died, then
-    `remake`; actors call `local` for their proc's end.
+    Make it with `Communicator.create`; actors call `local` for their proc's end. When a proc dies, its peers abort by
+    themselves and every waiter is told which rank it was; the owner of the mesh calls `remake`. Of a proc that hangs
+    the owner tells them by `abort`.
     """
 
     def __init__(self, name: str, keepers: Any, groups: list[list[int]], backend: str, timeout_s: float) -> None:
@@ -67,6 +68,8 @@ class MeshCommunicator:
     def abort(self, reason: str, rank: int | None = None) -> None:
         """End all operations of the communicators, on every proc that lives; every waiter is told.
 
+        torch.distributed's groups of backend ``monarch`` that the lost proc is in are ended, too.
+
         Args:
             reason: what is known of the failure.
             rank: the row-major mesh rank of the proc that is lost; it is left out of `remake` and of what follows.
@@ -84,15 +87,19 @@ class MeshCommunicator:
     def remake(self, lost: Iterable[int] = ()) -> None:
         """Make the communicators anew among the procs that live, in the same processes; `local` returns the new ones.
 
-        The order of the ranks stays. Call `abort` first.
+        The order of the ranks stays. Procs that are known to be dead are left out. If some may still wait in operations
+        of the old communicators, call `abort` first.
 
         Args:
-            lost: further mesh ranks to leave out.
+            lost: further mesh ranks to leave out: those that hang.
 
         Raises:
             CollectiveError: nobody is left, or a proc could not join.
         """
         self._lost.update(lost)
+        for rank, call in [(rank, self._keeper(rank).host.call_one()) for members in self.groups for rank in members]:
+            if isinstance(call.exception(), SupervisionError):
+                self._lost.add(rank)
         self._join()
 
     def close(self) -> None:
@@ -105,13 +112,15 @@ class MeshCommunicator:
             raise CollectiveError("every rank of the mesh is lost; spawn a new mesh")
         ranks = [rank for members in groups for rank in members]
         hosts = dict(zip(ranks, self._collect([self._keeper(rank).host.call_one() for rank in ranks]), strict=True))
-        one_host = len({name for name, _ in hosts.values()}) == 1
-        addresses = {rank: "127.0.0.1" if one_host else address for rank, (_, address) in hosts.items()}
+        one_host = len({name for name, *_ in hosts.values()}) == 1
+        addresses = {rank: "127.0.0.1" if one_host else address for rank, (_, address, _) in hosts.items()}
         invitations: list[Invitation] = self._collect(
             [self._keeper(each[0]).invite.call_one(self._name, self._backend, addresses[each[0]]) for each in groups]
         )
         joins = [
-            self._keeper(rank).join.call_one(self._name, invitation, place, len(members), self._timeout_s)
+            self._keeper(rank).join.call_one(
+                self._name, invitation, place, [hosts[each][2] for each in members], self._timeout_s
+            )
             for members, invitation in zip(groups, invitations, strict=True)
             for place, rank in enumerate(members)
         ]

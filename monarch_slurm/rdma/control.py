@@ -12,6 +12,7 @@ from typing import Any
 
 from monarch_slurm.actor.replies import VALUE
 from monarch_slurm.actor.runtime import Runtime
+from monarch_slurm.actor.watching import watch_process
 from monarch_slurm.rdma import errors
 from monarch_slurm.rdma.engine import remaining
 from monarch_slurm.rdma.errors import PeerLostError, RDMAError, RDMATimeoutError
@@ -84,11 +85,7 @@ class Control:
 
     def watch(self, process: Address, on_lost: Callable[[str], None]) -> None:
         """Call ``on_lost`` with the reason once ``process`` is known to be gone."""
-        replies = self._runtime.replies
-        replies.expect({0: (process, None)}, lambda *_: None, lambda _, reason: on_lost(reason))
-        known = self._runtime.why_down(process, None)
-        if known is not None:
-            replies.lose([process], lambda *_, known=known: known)
+        watch_process(self._runtime, process, on_lost)
 
     def _asked(self, _: int, __: str, frames: Sequence[Buffer]) -> None:
         body = bytes(frames[0])

@@ -91,7 +91,7 @@ class Comm {
 
   int size() const noexcept { return size_; }
   int rank() const noexcept { return rank_; }
-  bool aborted() const noexcept { return aborted_.load(std::memory_order_acquire); }
+  bool aborted() const noexcept { return comm_.load(std::memory_order_acquire) == nullptr; }
 
   void all_reduce(const void* send, void* recv, std::size_t count, int type, int op, void* stream);
   void all_gather(const void* send, void* recv, std::size_t count, int type, void* stream);
@@ -113,14 +113,16 @@ class Comm {
   void destroy();
 
  private:
-  void ensure_alive() const;
+  // The library's communicator; throws Aborted once there is none.
+  void* live() const;
+  // Takes it away, for good and with a reason; null if somebody else did before.
+  void* end(const std::string& reason);
 
   std::shared_ptr<Ccl> ccl_;
-  void* comm_;
+  std::atomic<void*> comm_;  // null once it was ended
   int size_;
   int rank_;
-  std::atomic<bool> aborted_{false};
-  mutable std::mutex mutex_;  // guards comm_'s end and reason_, not the operations
+  mutable std::mutex mutex_;  // guards the end of comm_, and reason_
   std::string reason_;
 };
 

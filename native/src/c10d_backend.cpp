@@ -114,7 +114,11 @@ WorkPtr MonarchBackend::launch(c10d::OpType type, const Tensors& touched, const 
   ready.block(stream_);
   {
     const c10::StreamGuard guard(stream_);
-    enqueue();
+    try {
+      enqueue();
+    } catch (const ccl::Error& error) {
+      TORCH_CHECK_WITH(DistBackendError, false, error.what());
+    }
   }
   for (const at::Tensor& tensor : touched) {
     if (tensor.numel() > 0) device.recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);

@@ -72,80 +72,83 @@ Comm::Comm(std::shared_ptr<Ccl> ccl, void* comm, int size, int rank)
 
 Comm::~Comm() {
   // Not destroyed by its owner: operations may still run, so only an abort returns for certain.
-  if (comm_ != nullptr) ccl_->table().abort(comm_);
+  if (void* comm = comm_.exchange(nullptr)) ccl_->table().abort(comm);
 }
 
-void Comm::ensure_alive() const {
-  if (!aborted()) return;
+void* Comm::live() const {
+  void* comm = comm_.load(std::memory_order_acquire);
+  if (comm != nullptr) return comm;
   const std::lock_guard<std::mutex> lock(mutex_);
   throw Aborted(reason_);
 }
 
-#define MONARCH_CCL_CALL(name, call)  \
-  ensure_alive();                     \
-  const int result = call;            \
-  if (result != 0) {                  \
-    ensure_alive();                   \
-    ccl_->check(result, name, comm_); \
+#define MONARCH_CCL_CALL(name, call) \
+  void* comm = live();               \
+  const int result = call;           \
+  if (result != 0) {                 \
+    live();                          \
+    ccl_->check(result, name, comm); \
   }
 
 void Comm::all_reduce(const void* send, void* recv, std::size_t count, int type, int op, void* stream) {
-  MONARCH_CCL_CALL("AllReduce", ccl_->table().all_reduce(send, recv, count, type, op, comm_, stream))
+  MONARCH_CCL_CALL("AllReduce", ccl_->table().all_reduce(send, recv, count, type, op, comm, stream))
 }
 
 void Comm::all_gather(const void* send, void* recv, std::size_t count, int type, void* stream) {
-  MONARCH_CCL_CALL("AllGather", ccl_->table().all_gather(send, recv, count, type, comm_, stream))
+  MONARCH_CCL_CALL("AllGather", ccl_->table().all_gather(send, recv, count, type, comm, stream))
 }
 
 void Comm::reduce_scatter(const void* send, void* recv, std::size_t count, int type, int op, void* stream) {
-  MONARCH_CCL_CALL("ReduceScatter", ccl_->table().reduce_scatter(send, recv, count, type, op, comm_, stream))
+  MONARCH_CCL_CALL("ReduceScatter", ccl_->table().reduce_scatter(send, recv, count, type, op, comm, stream))
 }
 
 void Comm::broadcast(const void* send, void* recv, std::size_t count, int type, int root, void* stream) {
-  MONARCH_CCL_CALL("Broadcast", ccl_->table().broadcast(send, recv, count, type, root, comm_, stream))
+  MONARCH_CCL_CALL("Broadcast", ccl_->table().broadcast(send, recv, count, type, root, comm, stream))
 }
 
 void Comm::reduce(const void* send, void* recv, std::size_t count, int type, int op, int root, void* stream) {
-  MONARCH_CCL_CALL("Reduce", ccl_->table().reduce(send, recv, count, type, op, root, comm_, stream))
+  MONARCH_CCL_CALL("Reduce", ccl_->table().reduce(send, recv, count, type, op, root, comm, stream))
 }
 
 void Comm::send(const void* buffer, std::size_t count, int type, int peer, void* stream) {
-  MONARCH_CCL_CALL("Send", ccl_->table().send(buffer, count, type, peer, comm_, stream))
+  MONARCH_CCL_CALL("Send", ccl_->table().send(buffer, count, type, peer, comm, stream))
 }
 
 void Comm::recv(void* buffer, std::size_t count, int type, int peer, void* stream) {
-  MONARCH_CCL_CALL("Recv", ccl_->table().recv(buffer, count, type, peer, comm_, stream))
+  MONARCH_CCL_CALL("Recv", ccl_->table().recv(buffer, count, type, peer, comm, stream))
 }
 
-void Comm::group_start() { MONARCH_CCL_CALL("GroupStart", ccl_->table().group_start()) }
+void Comm::group_start() {
+  live();
+  ccl_->check(ccl_->table().group_start(), "GroupStart");
+}
 
 void Comm::group_end() {
   // Ended also after an abort: the library counts starts and ends per thread, whatever happened between.
   const int result = ccl_->table().group_end();
-  ensure_alive();
-  ccl_->check(result, "GroupEnd", comm_);
+  ccl_->check(result, "GroupEnd", live());
 }
 
 #undef MONARCH_CCL_CALL
 
 std::shared_ptr<Comm> Comm::split(int color, int key, int new_size, int new_rank) {
-  ensure_alive();
+  void* comm = live();
   if (ccl_->table().split == nullptr) {
     throw LibraryMissing(std::string(kWhat) + " (" + ccl_->path() + ") cannot split: it is older than 2.18");
   }
   void* made = nullptr;
   Config config;
-  const int result = ccl_->table().split(comm_, color < 0 ? -1 : color, key, &made, &config);
-  ensure_alive();
-  ccl_->check(result, "CommSplit", comm_);
+  const int result = ccl_->table().split(comm, color < 0 ? -1 : color, key, &made, &config);
+  ccl_->check(result, "CommSplit", live());
   return color < 0 ? nullptr : std::make_shared<Comm>(ccl_, made, new_size, new_rank);
 }
 
 std::string Comm::async_error() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (comm_ == nullptr) return reason_;
+  const std::lock_guard<std::mutex> lock(mutex_);  // so that the communicator is not ended meanwhile
+  void* comm = comm_.load(std::memory_order_acquire);
+  if (comm == nullptr) return reason_;
   int error = 0;
-  ccl_->table().async_error(comm_, &error);
+  ccl_->table().async_error(comm, &error);
   if (error == 0) return {};
   std::string text = "error " + std::to_string(error);
   if (ccl_->table().error_string != nullptr) text += std::string(" (") + ccl_->table().error_string(error) + ")";
@@ -153,29 +156,20 @@ std::string Comm::async_error() {
 }
 
 void Comm::abort(const std::string& reason) {
-  void* comm = nullptr;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (comm_ == nullptr) return;
-    reason_ = reason;
-    aborted_.store(true, std::memory_order_release);
-    comm = comm_;
-    comm_ = nullptr;
-  }
-  ccl_->table().abort(comm);
+  if (void* comm = end(reason)) ccl_->table().abort(comm);
 }
 
 void Comm::destroy() {
-  void* comm = nullptr;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (comm_ == nullptr) return;
-    reason_ = "the communicator was closed";
-    aborted_.store(true, std::memory_order_release);
-    comm = comm_;
-    comm_ = nullptr;
-  }
-  ccl_->check(ccl_->table().destroy(comm), "CommDestroy");
+  if (void* comm = end("the communicator was closed")) ccl_->check(ccl_->table().destroy(comm), "CommDestroy");
+}
+
+void* Comm::end(const std::string& reason) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  void* comm = comm_.load(std::memory_order_acquire);
+  if (comm == nullptr) return nullptr;
+  reason_ = reason;
+  comm_.store(nullptr, std::memory_order_release);
+  return comm;
 }
 
 }  // namespace monarch::ccl

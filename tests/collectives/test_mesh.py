@@ -10,8 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from monarch_slurm.actor import Actor, endpoint, this_host  # noqa: E402
+from monarch_slurm.actor import Actor, ActorError, endpoint, this_host  # noqa: E402
 from monarch_slurm.collectives import CollectiveError, Communicator, PeerLostError  # noqa: E402
+from monarch_slurm.collectives.keeper import Keeper  # noqa: E402
 
 
 class Worker(Actor):
@@ -34,6 +35,11 @@ class Worker(Actor):
         return "through"
 
     @endpoint
+    def rank_and_size(self) -> tuple[int, int]:
+        comm = self.group.local()
+        return comm.rank, comm.size
+
+    @endpoint
     def pid(self) -> int:
         return os.getpid()
 
@@ -51,8 +57,14 @@ def test_over_one_dimension_of_two() -> None:
     procs.stop().get()
 
 
-def test_a_killed_peer_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed procs are what these tests are about: the program goes on."""
     monkeypatch.setattr("monarch_slurm.actor.unhandled_fault_hook", lambda failure: None)
+
+
+@pytest.mark.usefixtures("goes_on")
+def test_a_killed_peer_is_named_to_all_who_wait_and_the_others_go_on() -> None:
     procs = this_host().spawn_procs({"gpus": 3})
     group = Communicator.create(procs, backend="gloo")
     workers = procs.spawn("workers", Worker, group)
@@ -60,9 +72,40 @@ def test_a_killed_peer_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyP
     victim = workers.slice(gpus=1).pid.call_one().get()
     waiting = [workers.slice(gpus=rank).wait_for_all.call_one() for rank in (0, 2)]
     os.kill(victim, signal.SIGKILL)
-    group.abort("killed by signal 9", rank=1)
-    assert [answer.get(timeout=30) for answer in waiting] == ["1: killed by signal 9"] * 2
+    for answer in waiting:
+        text = answer.get(timeout=30)
+        assert text.startswith("1: "), text
+        assert "Killed(sig=9)" in text, text
     group.remake()
+    assert group.groups == [[0, 2]]
     totals = [workers.slice(gpus=rank).total.call_one(1.0) for rank in (0, 2)]
     assert [total.get(timeout=30) for total in totals] == [(0, 2, 2.0), (1, 2, 2.0)]
+    procs.stop().get()
+
+
+def test_a_hanging_peer_is_named_by_the_owner() -> None:
+    procs = this_host().spawn_procs({"gpus": 3})
+    group = Communicator.create(procs, backend="gloo")
+    workers = procs.spawn("workers", Worker, group)
+    waiting = [workers.slice(gpus=rank).wait_for_all.call_one() for rank in (0, 2)]
+    group.abort("makes no progress", rank=1)
+    assert [answer.get(timeout=30) for answer in waiting] == ["1: makes no progress"] * 2
+    group.remake()
+    assert workers.slice(gpus=2).rank_and_size.call_one().get(timeout=30) == (1, 2)
+    procs.stop().get()
+
+
+@pytest.mark.usefixtures("goes_on")
+def test_a_peer_that_dies_before_it_has_joined() -> None:
+    procs = this_host().spawn_procs({"gpus": 2})
+    keepers = procs.spawn("keepers", Keeper)
+    first = keepers.slice(gpus=0)
+    pids = procs.spawn("pids", Worker, None)
+    processes = [process for _, (_, _, process) in keepers.host.call().get().items()]
+    invitation = first.invite.call_one("name", "gloo", "127.0.0.1").get()
+    joining = first.join.call_one("name", invitation, 0, processes, 600.0)
+    first.host.call_one().get()  # the join is under way
+    os.kill(pids.slice(gpus=1).pid.call_one().get(), signal.SIGKILL)
+    with pytest.raises(ActorError, match="rank 1 of the communicator is lost"):
+        joining.get(timeout=30)
     procs.stop().get()
