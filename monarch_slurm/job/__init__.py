@@ -7,13 +7,21 @@
 - `head`: what if the head is lost
 - `status`, `follow`, `diagnosis`: what became of it
 - `allocation`, `address`, `nodelist`: the allocation around this process
+- `commands`, `bash_actor`, `host_shell`, `port_forwarder`: commands, terminals and tunnels on a job's hosts
+- `current`: the job that commands in a folder are about
 - `folder`, `processes`: what a job keeps on disk and runs on a machine
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from monarch_slurm.job.address import find_address
 from monarch_slurm.job.allocation import AllocationError, SlurmAllocation
 from monarch_slurm.job.base import DEFAULT_JOB_PATH, BatchJob, JobState, JobTrait, job_load, job_loads
 from monarch_slurm.job.container import Container
+from monarch_slurm.job.current import load_current_job, set_current_job
 from monarch_slurm.job.errors import (
     AddressError,
     HostsTakenError,
@@ -31,15 +39,23 @@ from monarch_slurm.job.errors import (
     SubmitError,
 )
 from monarch_slurm.job.local import LocalJob
-from monarch_slurm.job.process import LostHostsError, ProcessJob
+from monarch_slurm.job.process import LostHostsError, ProcessJob, hosts_from_config
 from monarch_slurm.job.request import NodeSpec
 from monarch_slurm.job.slurm import SlurmJob, follow
 from monarch_slurm.job.status import JobStatus, Phase
+from monarch_slurm.job.telemetry import MeshAdminConfig, TelemetryConfig
+
+if TYPE_CHECKING:
+    from monarch_slurm.job.bash_actor import BashActor
+    from monarch_slurm.job.commands import exec_command
+    from monarch_slurm.job.host_shell import shell
+    from monarch_slurm.job.port_forwarder import PortForwarder
 
 __all__ = [
     "DEFAULT_JOB_PATH",
     "AddressError",
     "AllocationError",
+    "BashActor",
     "BatchJob",
     "Container",
     "HostStartError",
@@ -55,18 +71,40 @@ __all__ = [
     "JobTrait",
     "LocalJob",
     "LostHostsError",
+    "MeshAdminConfig",
     "NoSlurmError",
     "NodeListError",
     "NodeSpec",
     "Phase",
+    "PortForwarder",
     "PreflightError",
     "ProcessJob",
     "SlurmAllocation",
     "SlurmJob",
     "SlurmUnreachableError",
     "SubmitError",
+    "TelemetryConfig",
+    "exec_command",
     "find_address",
     "follow",
+    "hosts_from_config",
     "job_load",
     "job_loads",
+    "load_current_job",
+    "set_current_job",
+    "shell",
 ]
+
+_WITH_ACTORS = {
+    "BashActor": "bash_actor",
+    "PortForwarder": "port_forwarder",
+    "exec_command": "commands",
+    "shell": "host_shell",
+}
+"""Names whose modules define actors: imported when they are asked for, since the command line has no use for them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WITH_ACTORS:
+        return getattr(importlib.import_module(f"{__name__}.{_WITH_ACTORS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

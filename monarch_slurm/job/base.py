@@ -53,6 +53,13 @@ class JobState:
                 f"this job has no hosts named {name!r}; there are: {', '.join(self._hosts) or 'none'}"
             ) from None
 
+    query_engine: None = None
+    query_engine_client: None = None
+    telemetry_url: None = None
+    dashboard_url: None = None
+    admin_url: None = None
+    """What Monarch's telemetry would give; there is none here."""
+
     def shutdown(self) -> None:
         """Tell the agents of all hosts to end, so that their end is no failure."""
         for mesh in self._hosts.values():
@@ -163,6 +170,37 @@ class JobTrait(ABC):
         self._status = "not_running"
         if running is not None:
             running._kill()
+
+    def enable_telemetry(self, *_: object, **__: object) -> JobTrait:
+        """Refuse: there is no such service.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "jobs have no telemetry service here; leave enable_telemetry() out. `monarch-slurm status` and "
+            "`monarch-slurm stacks` show what a running job does"
+        )
+
+    def enable_admin(self, *_: object, **__: object) -> JobTrait:
+        """Refuse: there is no such service.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "jobs have no admin HTTP service here; leave enable_admin() out. `monarch-slurm status` asks a running job"
+        )
+
+    def remote_mount(self, *_: object, **__: object) -> None:
+        """Refuse: hosts mount nothing.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("hosts mount no folders here; HostMesh.sync_workspace copies folders to them")
+
+    gather_mount = remote_mount
 
     def _discard(self) -> None:
         """Kill a remembered job that is no longer wanted; one that cannot be killed is left to its time limit."""

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -18,6 +19,9 @@ from monarch_slurm.job.errors import HostsTakenError, JobError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder, tail
 from monarch_slurm.job.processes import end_processes, find_processes
 from monarch_slurm.job.supervisor import CLIENT_WAIT
+
+if TYPE_CHECKING:
+    from monarch_slurm.actor import HostMesh
 
 KILL_GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL for the processes of a host."""
@@ -145,6 +149,14 @@ class ProcessJob(JobTrait):
 
     def __repr__(self) -> str:
         return f"ProcessJob({self._meshes!r}{', active' if self.active else ''})"
+
+
+def hosts_from_config(name: str) -> HostMesh:
+    """Return two hosts that are processes of this machine, for examples that name a mesh of a configuration.
+
+    They end with this program.
+    """
+    return ProcessJob({"hosts": 2}).state(cached_path=None).hosts
 
 
 def _alive(pid: int, started: float) -> bool:

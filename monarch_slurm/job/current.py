@@ -1,0 +1,79 @@
+"""Which job commands in this folder are about: a job that a module defines, remembered by name in ``.monarch``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from pathlib import Path
+
+from monarch_slurm.job.base import DEFAULT_JOB_PATH, JobTrait
+from monarch_slurm.job.errors import JobSpecError
+from monarch_slurm.job.folder import write_whole
+
+DEFAULT_CONTEXT = "default"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def set_current_job(spec: str, context: str | None = None) -> JobTrait:
+    """Make the job ``module.attribute`` the current one of this folder, and return it.
+
+    ``.monarch/CONTEXT/spec`` remembers it; ``.monarch/job_state.pkl``, which `JobTrait.state` uses, becomes a link to
+    ``.monarch/CONTEXT/state.pkl``.
+
+    Args:
+        context: name under which it is kept, besides others; None is the one in force.
+
+    Raises:
+        ValueError: ``spec`` has no dot, or ``context`` cannot be the name of a folder.
+        ImportError, AttributeError: there is no such module or attribute.
+        TypeError: it is no job.
+    """
+    name = context or current_context()
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"context {name!r}: letters, digits, '.', '_' and '-' expected, a letter or digit first")
+    job = _load(spec)
+    folder = Path(DEFAULT_JOB_PATH).parent / name
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "spec", f"{spec}\n".encode())
+    link = Path(DEFAULT_JOB_PATH)
+    if link.exists() and not link.is_symlink():
+        raise JobSpecError(f"{link} remembers a job of this folder; kill that job, or remove the file, first")
+    aside = link.with_name(f".{link.name}.{os.getpid()}")
+    aside.symlink_to(f"{name}/state.pkl")
+    os.replace(aside, link)
+    return job
+
+
+def load_current_job() -> JobTrait:
+    """Return the job that `set_current_job` made the current one of this folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ImportError, AttributeError, TypeError, ValueError: as of `set_current_job`.
+    """
+    path = Path(DEFAULT_JOB_PATH).parent / current_context() / "spec"
+    try:
+        spec = path.read_text().strip()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"no current job in {Path.cwd()}: call set_current_job('module.job') here") from None
+    return _load(spec)
+
+
+def current_context() -> str:
+    """Return the name of the context in force in this folder."""
+    link = Path(DEFAULT_JOB_PATH)
+    return Path(os.readlink(link)).parent.name if link.is_symlink() else DEFAULT_CONTEXT
+
+
+def _load(spec: str) -> JobTrait:
+    module, dot, attribute = spec.rpartition(".")
+    if not dot or not module or not attribute:
+        raise ValueError(f"{spec!r}: module.attribute expected, such as jobs.training")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    job = getattr(importlib.import_module(module), attribute)
+    if not isinstance(job, JobTrait):
+        raise TypeError(f"{spec} is no job but a {type(job).__name__}")
+    return job

@@ -1,0 +1,152 @@
+"""A shell on a host of a job, in the terminal of the program that asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import tty
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from monarch_slurm.actor import Actor, Channel, Port, endpoint
+
+if TYPE_CHECKING:
+    from monarch_slurm.actor import HostMesh
+
+_READ_BYTES = 64 * 1024
+_LOOK_SECONDS = 0.2
+
+_BECOME_SHELL = (
+    "import fcntl, os, signal, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
+)
+"""A session of its own with the pty as its terminal, without forking by hand in a process that has threads. Procs
+ignore Ctrl-C, and what they start would, too."""
+
+
+class ShellActor(Actor):
+    """One shell on a pty. Its output goes to a port as bytes, the exit code comes last."""
+
+    @endpoint
+    def start(
+        self, output: Port[bytes | int], env: dict[str, str], workdir: str | None, rows: int, columns: int
+    ) -> None:
+        """Start the shell (``$SHELL``, or bash)."""
+        self._terminal, theirs = pty.openpty()
+        self._set_size(rows, columns)
+        shell = env.get("SHELL") or os.environ.get("SHELL") or shutil.which("bash") or "/bin/sh"
+        command = [sys.executable, "-c", _BECOME_SHELL, shell, "-i"]
+        self._process = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=workdir,
+            env={**os.environ, "TERM": "xterm-256color", **env},
+        )  # fmt: skip
+        os.close(theirs)
+        threading.Thread(target=self._forward, args=(output,), daemon=True).start()
+
+    @endpoint
+    def write(self, data: bytes) -> None:
+        """Type ``data``."""
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            os.write(self._terminal, data)
+
+    @endpoint
+    def resize(self, rows: int, columns: int) -> None:
+        """Tell the shell the size of the terminal, in characters."""
+        self._set_size(rows, columns)
+
+    def _set_size(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
+
+    def _forward(self, output: Port[bytes | int]) -> None:
+        while True:
+            try:
+                data = os.read(self._terminal, _READ_BYTES)
+            except OSError:  # how a pty says that the other side is closed
+                break
+            if not data:
+                break
+            output.send(data)
+        code = self._process.wait()
+        output.send(code if code >= 0 else 128 - code)
+
+
+def shell(host_mesh: HostMesh, *, env: Mapping[str, str] | None = None, workdir: str | None = None) -> int:
+    """Open a shell on a host in this terminal; return its exit code.
+
+    Args:
+        host_mesh: one host.
+        env: further variables for the shell.
+        workdir: folder that it begins in.
+
+    Raises:
+        ValueError: there is more than one host.
+    """
+    if len(host_mesh) != 1:
+        raise ValueError(f"a shell runs on one host; this mesh has {len(host_mesh)}: slice it, such as slice(hosts=0)")
+    procs = host_mesh.spawn_procs(name="shell")
+    try:
+        actor = procs.spawn("shell", ShellActor)
+        port, receiver = Channel[Any].open()
+        size = shutil.get_terminal_size()
+        actor.start.call_one(port, dict(env or {}), workdir, size.lines, size.columns).get()
+        with _raw_terminal(actor):
+            return _talk(actor, receiver)
+    finally:
+        procs.stop().get()
+
+
+def _talk(actor: Any, receiver: Any) -> int:
+    """Pass on what is typed and what is printed, until the shell ends."""
+    ended = threading.Event()
+    threading.Thread(target=_type, args=(actor, ended), name="shell-input", daemon=True).start()
+    try:
+        while True:
+            said = receiver.recv().get()
+            if isinstance(said, int):
+                return said
+            sys.stdout.buffer.write(said)
+            sys.stdout.buffer.flush()
+    finally:
+        ended.set()
+
+
+def _type(actor: Any, ended: threading.Event) -> None:
+    while not ended.is_set():
+        if select.select([sys.stdin], [], [], _LOOK_SECONDS)[0]:
+            data = os.read(sys.stdin.fileno(), _READ_BYTES)
+            actor.write.broadcast(data or b"\x04")  # Ctrl-D
+            if not data:
+                return
+
+
+@contextlib.contextmanager
+def _raw_terminal(actor: Any) -> Iterator[None]:
+    """Hand every key on as it is typed, Ctrl-C too, and the size of the window when it changes."""
+    if not sys.stdin.isatty():
+        yield
+        return
+
+    def resized(*_: object) -> None:
+        size = shutil.get_terminal_size()
+        actor.resize.broadcast(size.lines, size.columns)
+
+    before = termios.tcgetattr(sys.stdin)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGWINCH, resized) if in_main_thread else None
+    tty.setraw(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        if in_main_thread:
+            signal.signal(signal.SIGWINCH, handler)
