@@ -113,9 +113,12 @@ def test_a_controller_that_holds_the_gil_is_seen_itself(start: Any) -> None:
 
 
 def test_no_program_is_an_error_without_a_traceback() -> None:
-    ran = stacks("--pid", str(os.getpid()))
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        ran = stacks("--pid", str(other.pid))
+        assert other.stdin is not None
+        other.stdin.close()
     assert ran.returncode == 1
-    assert ran.stderr.startswith(f"error: no program of yours with pid {os.getpid()} runs on ")
+    assert ran.stderr.startswith(f"error: no program of yours with pid {other.pid} runs on ")
 
 
 def rank(number: int, *functions: str, note: str = "", mesh: str = "w") -> Rank:
