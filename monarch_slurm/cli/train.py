@@ -10,8 +10,6 @@ from click.core import ParameterSource
 
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.train.config import TrainConfig
-from monarch_slurm.train.injection import parse_kinds
-from monarch_slurm.train.session import Plan, train_here, train_on_slurm
 
 _DEFAULTS = TrainConfig()
 
@@ -103,6 +101,9 @@ def train(context: click.Context, /, where: str | None, nodes: int | None, in_jo
 
     Writes a folder with journal.jsonl, report.json and report.html.
     """
+    from monarch_slurm.train.injection import parse_kinds
+    from monarch_slurm.train.session import Plan, train_here, train_on_slurm
+
     config_fields = {name: options.pop(name) for name in _CONFIG_OPTIONS}
     config = TrainConfig(**config_fields)
     if config.min_replicas > config.replicas:
