@@ -15,6 +15,7 @@ demo: $(VENV)/.train
 
 test: $(VENV)/.dev
 	bash tests/install_packages.sh
+	bash tests/native/vendor_headers.sh $(BIN)/python $(VENV)/vendor
 	$(MAKE) lint
 	$(BIN)/python -m pytest -m "not slow" tests
 	$(BIN)/python -m pytest -m "slow" tests
@@ -47,7 +48,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV) || \
 	  { echo "error: cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
 
-# The versions of constraints.txt; torch is the CPU build that it names.
+# The versions of constraints.txt.
 $(VENV)/.train: setup.cfg constraints.txt | $(VENV)/bin/python
 	$(PIP_INSTALL) --editable ".[train]"
 	@touch $@

@@ -1,7 +1,8 @@
-"""What all tests share."""
+"""What all tests share. Native modules are compiled with warnings as errors."""
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from support import wait_gone
 
 import monarch_slurm.actor as public
 from monarch_slurm.actor import MeshFailure
+
+os.environ["MONARCH_SLURM_NATIVE_STRICT"] = "1"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,30 +1,17 @@
-// Compiled in tests against NCCL's real header (RCCL's is a copy of it); never part of a module.
+// Compiled in tests against NCCL's real header, or what the vendors' bindings declare of NCCL and RCCL; never part of a
+// module.
 #include <nccl.h>
 
 #include <cstddef>
-#include <type_traits>
 
 #include "ccl.h"
+#include "same_abi.h"
 
 namespace {
 
 using monarch::ccl::Config;
 using monarch::ccl::Table;
-
-template <typename Ours, typename Theirs>
-struct SameAbi : std::false_type {};
-template <typename R1, typename... Ours, typename R2, typename... Theirs>
-struct SameAbi<R1 (*)(Ours...), R2 (*)(Theirs...)> {
-  static constexpr bool compare() {
-    if constexpr (sizeof...(Ours) == sizeof...(Theirs)) {
-      return sizeof(R1) == sizeof(R2) && ((sizeof(Ours) == sizeof(Theirs)) && ...) &&
-             ((std::is_class<Ours>::value == std::is_class<Theirs>::value) && ...);
-    } else {
-      return false;
-    }
-  }
-  static constexpr bool value = compare();
-};
+using monarch::check::SameAbi;
 
 #define SAME(entry, function) static_assert(SameAbi<decltype(Table::entry), decltype(&function)>::value, #entry)
 
@@ -56,9 +43,11 @@ static_assert(offsetof(Config, cga_cluster_size) == offsetof(ncclConfig_t, cgaCl
 static_assert(offsetof(Config, min_ctas) == offsetof(ncclConfig_t, minCTAs));
 static_assert(offsetof(Config, max_ctas) == offsetof(ncclConfig_t, maxCTAs));
 static_assert(offsetof(Config, net_name) == offsetof(ncclConfig_t, netName));
+#ifndef MONARCH_NO_CONSTANTS
 static_assert(ncclSum == 0 && ncclProd == 1 && ncclMax == 2 && ncclMin == 3 && ncclAvg == 4);
 static_assert(ncclInt8 == 0 && ncclUint8 == 1 && ncclInt32 == 2 && ncclUint32 == 3 && ncclInt64 == 4);
 static_assert(ncclUint64 == 5 && ncclFloat16 == 6 && ncclFloat32 == 7 && ncclFloat64 == 8 && ncclBfloat16 == 9);
 static_assert(ncclFloat8e4m3 == 10 && ncclFloat8e5m2 == 11);
+#endif
 
 }  // namespace

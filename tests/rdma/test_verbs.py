@@ -39,6 +39,7 @@ def run_in_guest(cache: Path, command: list[str], *options: str) -> str:
     variables = {
         "MONARCH_SLURM_NATIVE_CACHE": str(cache),
         "MONARCH_SLURM_NATIVE_BUILD": "never",
+        "MONARCH_SLURM_NATIVE_STRICT": "1",
         "MONARCH_SLURM_TEST_BACKENDS": "ibverbs",
         "MONARCH_SLURM_PROC_START_TIMEOUT": "200",
         "MONARCH_SLURM_HEARTBEAT_INTERVAL": "5",
