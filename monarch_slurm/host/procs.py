@@ -20,6 +20,7 @@ from monarch_slurm.host.output import Output
 from monarch_slurm.host.proc import PACKET_BYTES, ProcSpec, pack_request
 from monarch_slurm.host.zygote_link import ZygoteLink
 from monarch_slurm.wire import Loop, Message, Timer, dumps
+from monarch_slurm.wire.limits import descriptor_limit, descriptors_left
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,9 @@ DRAIN_SECONDS = 0.5
 """Longest wait, after a proc's end and before it is told, for what the proc had sent. Mostly that is there at once."""
 
 LOOK_SECONDS = 0.001
+
+DESCRIPTORS_PER_PROC = 6
+"""What this process opens for a proc: pipes for its output (while it is born, both ends), a pidfd, its connection."""
 
 
 @dataclass
@@ -139,15 +143,20 @@ class ProcTable:
 
     def spawn(self, specs: list[ProcSpec]) -> None:
         """Start procs. They, too, end in ``on_down`` if they cannot be started."""
-        fitting = []
+        fitting: list[ProcSpec] = []
+        unborn = sum(proc.pid == 0 for proc in self._procs.values())
+        room = descriptors_left() // DESCRIPTORS_PER_PROC - unborn
         for spec in specs:
             self._add(spec)
             size = len(pack_request(spec, last=True))
-            if size <= PACKET_BYTES:
-                fitting.append(spec)
+            if size > PACKET_BYTES:
+                why = f"its environment and search path take {size} bytes; {PACKET_BYTES} are allowed"
+            elif len(fitting) >= room:
+                why = f"its host's agent: {descriptor_limit(f'a proc takes {DESCRIPTORS_PER_PROC}')}"
             else:
-                why = f"NotStarted(its environment and search path take {size} bytes; {PACKET_BYTES} are allowed)"
-                self._loop.call_soon(lambda name=spec.proc, why=why: self._end(name, why))  # type: ignore[misc]
+                fitting.append(spec)
+                continue
+            self._loop.call_soon(lambda name=spec.proc, why=why: self._end(name, f"NotStarted({why})"))  # type: ignore[misc]
         if fitting:
             self._warm_zygote().ask(fitting)
 

@@ -10,16 +10,21 @@ from pathlib import Path
 
 import zmq
 import zmq.utils.z85
+from zmq.utils.monitor import parse_monitor_message
 
 from monarch_slurm.config import settings
 from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.wire.keys import Invitation, JobKeys
+from monarch_slurm.wire.limits import descriptor_limit, open_socket
 from monarch_slurm.wire.loop import Loop
 from monarch_slurm.wire.runtime_dir import check_private, check_socket_path
 
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_MS = 10_000
+BACKLOG = 4096
+"""Connections that may wait to be taken, as all hosts dial within a moment; the kernel allows net.core.somaxconn."""
+
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 KNOCK_LOG_SECONDS = 10.0
 
@@ -39,7 +44,7 @@ def _prepare(socket: zmq.Socket[bytes]) -> None:
 
 def make_router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     """Return a ROUTER that reports unknown peers instead of dropping what is for them."""
-    socket = context.socket(zmq.ROUTER)
+    socket = open_socket(context, zmq.ROUTER)
     _prepare(socket)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     return socket
@@ -47,7 +52,7 @@ def make_router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 
 def make_dealer(context: zmq.Context[zmq.Socket[bytes]], identity: str) -> zmq.Socket[bytes]:
     """Return a DEALER that a ROUTER knows as ``identity``."""
-    socket = context.socket(zmq.DEALER)
+    socket = open_socket(context, zmq.DEALER)
     _prepare(socket)
     socket.setsockopt(zmq.ROUTING_ID, identity.encode())
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
@@ -73,6 +78,7 @@ def bind_tcp(socket: zmq.Socket[bytes], ip: str, keys: JobKeys) -> str:
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.server_public.encode())
     socket.setsockopt(zmq.ZAP_DOMAIN, b"monarch_slurm")
+    socket.setsockopt(zmq.BACKLOG, BACKLOG)
     _bind(socket, f"tcp://{ip}:*")
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -117,7 +123,7 @@ class Gatekeeper:
         self._questions.setsockopt(zmq.LINGER, 0)
         self._questions.bind(ZAP_ENDPOINT)
         self._failures = guarded.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_ACCEPT_FAILED
         )
         self._guarded = guarded
         self._agent_key = zmq.utils.z85.decode(keys.agent_public)
@@ -149,16 +155,28 @@ class Gatekeeper:
 
     def _note_failures(self) -> None:
         while _readable(self._failures):
-            self._failures.recv_multipart()
-            self._refused("somebody who does not speak as an agent of this job does")
+            event = parse_monitor_message(self._failures.recv_multipart())["event"]
+            if event == zmq.EVENT_ACCEPT_FAILED:
+                self._cannot_accept()
+            else:
+                self._refused("somebody who does not speak as an agent of this job does")
+
+    def _cannot_accept(self) -> None:
+        if self._is_due():
+            logger.error("cannot take another agent's connection: %s", descriptor_limit("each host takes one"))
 
     def _refused(self, who: str) -> None:
         self.refused += 1
-        if self._clock() - self._last_log >= KNOCK_LOG_SECONDS:
-            self._last_log = self._clock()
+        if self._is_due():
             logger.warning(
                 "refused a connection of %s: it does not hold this job's key; %d refused so far", who, self.refused
             )
+
+    def _is_due(self) -> bool:
+        due = self._clock() - self._last_log >= KNOCK_LOG_SECONDS
+        if due:
+            self._last_log = self._clock()
+        return due
 
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:

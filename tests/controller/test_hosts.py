@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import socket
 import stat
@@ -30,7 +31,9 @@ from monarch_slurm.controller import (
     publish,
     withdraw,
 )
+from monarch_slurm.host.procs import DESCRIPTORS_PER_PROC
 from monarch_slurm.wire import BindError, JobKeys, read_invitation
+from monarch_slurm.wire.limits import RESERVE
 from monarch_slurm.wire.sockets import connect_tcp, make_dealer
 
 QUICK = {"MONARCH_SLURM_HEARTBEAT_INTERVAL": "0.5"}
@@ -373,3 +376,48 @@ def test_withdraw_twice(folder: Path) -> None:
     withdraw(folder)
     withdraw(folder)
     assert not (folder / "controller.json").exists()
+
+
+# ---- limits
+
+
+def test_an_agent_without_descriptors_says_what_to_raise(
+    two: tuple[HostMesh, Agent, Agent], failures: list[MeshFailure]
+) -> None:
+    hosts, one, _ = two
+    some: Any = hosts.spawn_procs(name="before").spawn("worker", Worker)
+    some.pid.call().get(DEADLINE)
+    _, hard = resource.prlimit(one.pid, resource.RLIMIT_NOFILE)
+    room = len(os.listdir(f"/proc/{one.pid}/fd")) + RESERVE + 3 * DESCRIPTORS_PER_PROC
+    resource.prlimit(one.pid, resource.RLIMIT_NOFILE, (room, hard))
+    procs = hosts.spawn_procs({"n": 12}, name="many")
+    error = procs.initialized.exception(DEADLINE)
+    assert "host one" in str(error)
+    assert f"of {room} file descriptors are in use" in str(error)
+    assert f"ulimit -n {hard}" in str(error)
+    assert some.pid.call().get(DEADLINE)  # what ran goes on
+    resource.prlimit(one.pid, resource.RLIMIT_NOFILE, (hard, hard))
+    assert hosts.spawn_procs({"n": 2}).initialized.get(DEADLINE)
+
+
+def test_a_controller_without_descriptors_says_what_to_raise(
+    folder: Path, agents: Callable[..., Agent], caplog: pytest.LogCaptureFixture
+) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    agents(folder, "present")
+    gather_hosts(["present"], timeout=DEADLINE)
+    late = agents(folder, "late")
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_first_free_descriptor(), hard))
+        with caplog.at_level(logging.ERROR, "monarch_slurm"):
+            wait_until(lambda: "cannot take another agent's connection" in caplog.text)
+        assert "each host takes one. Raise the limit" in caplog.text
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert gather_hosts(["late"], timeout=DEADLINE).host_names == ["late"]
+    assert is_alive(late.pid)
+
+
+def _first_free_descriptor() -> int:
+    with open("/dev/null") as null:
+        return null.fileno()
