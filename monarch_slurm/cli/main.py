@@ -11,6 +11,7 @@ from monarch_slurm._version import __version__
 from monarch_slurm.cli.doctor import doctor
 from monarch_slurm.cli.native import build
 from monarch_slurm.cli.stacks import stacks
+from monarch_slurm.cli.template import template
 from monarch_slurm.cli.train import train
 from monarch_slurm.errors import MonarchSlurmError
 
@@ -29,6 +30,7 @@ def cli() -> None:
 cli.add_command(build)
 cli.add_command(doctor)
 cli.add_command(stacks)
+cli.add_command(template)
 cli.add_command(train)
 
 

@@ -4,6 +4,7 @@
 - `local`, `process`, `slurm`: the kinds of jobs
 - `request`, `container`, `submission`: what Slurm is asked for
 - `batch`, `steps`, `node`, `supervisor`: what then runs on the head node and on each node
+- `launch`, `templates`: batch scripts that a person writes
 - `head`: what if the head is lost
 - `status`, `follow`, `diagnosis`: what became of it
 - `allocation`, `address`, `nodelist`: the allocation around this process

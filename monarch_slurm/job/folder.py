@@ -62,9 +62,11 @@ class JobFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def link_as(self, name: str) -> None:
-        """Make the folder known as ``name``, too, beside it."""
+        """Make the folder known as ``name``, too, beside it; the newest has a name that is used twice."""
         link = self.path.parent / name
-        with contextlib.suppress(FileExistsError):  # a cluster that counts its jobs from 1 again
+        if link.is_symlink():  # a cluster that counts its jobs from 1 again
+            link.unlink(missing_ok=True)
+        with contextlib.suppress(FileExistsError):
             link.symlink_to(self.path.name)
 
     @property

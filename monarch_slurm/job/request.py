@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from monarch_slurm.job.container import Container
 from monarch_slurm.job.errors import JobSpecError
 
-_TIME_LIMIT = re.compile(r"(?:[0-9]+-)?[0-9]+(?::[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+TIME_LIMIT = re.compile(r"(?:[0-9]+-)?[0-9]+(?::[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -95,7 +95,7 @@ class SlurmRequest:
     requeue: bool = False
 
     def __post_init__(self) -> None:
-        if self.time_limit is not None and not _TIME_LIMIT.fullmatch(self.time_limit):
+        if self.time_limit is not None and not TIME_LIMIT.fullmatch(self.time_limit):
             raise JobSpecError(
                 f"time limit {self.time_limit!r}: write minutes, hours:minutes:seconds, days-hours or "
                 "days-hours:minutes:seconds"

@@ -284,13 +284,13 @@ class SlurmJob(JobTrait):
             folder.remove()
             raise
         folder.link_as(array_id)
-        for index, task in enumerate(tasks):
-            task._adopt(f"{array_id}_{index}")
+        for index, (task, (task_folder, _)) in enumerate(zip(tasks, plans, strict=True)):
+            task.adopt(f"{array_id}_{index}", task_folder)
         return tasks
 
-    def _adopt(self, job_id: JobId) -> None:
-        """Become the job of Slurm that has this id."""
-        self._job_id = job_id
+    def adopt(self, job_id: JobId, folder: JobFolder) -> None:
+        """Become the job of Slurm that has this id and this folder."""
+        self._job_id, self._folder = job_id, folder
         self._mark_applied()
 
     def status(self) -> JobStatus:
