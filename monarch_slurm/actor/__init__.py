@@ -12,6 +12,7 @@ Source-compatible with Monarch's ``monarch.actor``. The map of this folder:
 failures
 - `controllers`: actors of which a program has one
 - `restart`, `budget`: which procs start again, and how often; `keeper`: doing it
+- `workers`: hosts that wait for programs
 - `client`, `proc_main`: the two kinds of processes; `local_host`: the client's own machine
 """
 
@@ -35,7 +36,16 @@ from monarch_slurm.actor.shape import Extent, NDSlice, Point, Shape, Slice
 from monarch_slurm.actor.telemetry import get_meter, span, traced
 from monarch_slurm.actor.transports import enable_transport
 from monarch_slurm.actor.value_mesh import ValueMesh
+from monarch_slurm.actor.workers import (
+    attach_to_workers,
+    run_worker_loop_forever,
+    run_worker_loop_until_shutdown,
+    start_worker_loop_forever,
+)
+from monarch_slurm.host.attaching import AttachError
 from monarch_slurm.transport import ChannelTransport
+from monarch_slurm.wire.shared_key import NoKeyError
+from monarch_slurm.wire.shared_key import make_key_file as make_worker_key
 
 __all__ = [
     "Accumulator",
@@ -44,6 +54,7 @@ __all__ = [
     "ActorError",
     "ActorMesh",
     "ActorRestartedError",
+    "AttachError",
     "BootstrapCommand",
     "Channel",
     "ChannelTransport",
@@ -55,6 +66,7 @@ __all__ = [
     "Instance",
     "MeshFailure",
     "NDSlice",
+    "NoKeyError",
     "Point",
     "Port",
     "PortReceiver",
@@ -67,6 +79,7 @@ __all__ = [
     "Uid",
     "ValueMesh",
     "as_endpoint",
+    "attach_to_workers",
     "concurrent_endpoint",
     "config",
     "context",
@@ -78,10 +91,14 @@ __all__ = [
     "endpoint",
     "get_meter",
     "get_or_spawn_controller",
+    "make_worker_key",
     "returns_future",
+    "run_worker_loop_forever",
+    "run_worker_loop_until_shutdown",
     "send",
     "shutdown_context",
     "span",
+    "start_worker_loop_forever",
     "this_host",
     "this_proc",
     "traced",

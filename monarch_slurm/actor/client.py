@@ -152,6 +152,10 @@ class Client:
                 self.records[down.host].down = down
             self.hosts_changed.notify_all()
 
+    def give_up(self, host: str, name: str, cause: str) -> None:
+        """Declare a host lost, whether it ever joined or not. For any thread."""
+        self._loop.call_soon(lambda: self.hub.give_up(host, name, cause))
+
     def shutdown(self, timeout: float) -> None:
         """End every agent with its procs, which get ``timeout`` seconds; the agents themselves get a little more."""
         with self._ending:

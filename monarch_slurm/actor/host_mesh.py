@@ -31,12 +31,23 @@ PROC_ENTRY = "monarch_slurm.actor.proc_main:main"
 class HostMesh(MeshTrait):
     """Hosts, each with an agent that spawns procs. Slices and pickled copies are references to the same hosts."""
 
-    def __init__(self, hosts: tuple[str, ...], shape: Shape, owned: bool, python: str = "") -> None:
+    def __init__(
+        self,
+        hosts: tuple[str, ...],
+        shape: Shape,
+        owned: bool,
+        python: str = "",
+        ready: Future[bool] | None = None,
+        let_go: Callable[[], None] | None = None,
+    ) -> None:
         self._hosts = hosts
         self._mesh_shape = shape
         self._owned = owned
         self._python = python
-        self._ended = False
+        self._ready = ready
+        self._let_go = let_go
+        """Set if other programs may have the hosts after this one: called when this one has no more use for them."""
+        self._ended = ""
 
     @classmethod
     def _reference(cls, hosts: tuple[str, ...], shape: Shape, python: str = "") -> HostMesh:
@@ -47,7 +58,7 @@ class HostMesh(MeshTrait):
         return self._mesh_shape
 
     def _new_with_shape(self, shape: Shape) -> HostMesh:
-        return HostMesh(self._hosts, shape, owned=False, python=self._python)
+        return HostMesh(self._hosts, shape, owned=False, python=self._python, ready=self._ready)
 
     def with_python_executable(self, path: str) -> HostMesh:
         """Return a reference to the same hosts whose procs run with another Python, as do those that they spawn.
@@ -55,7 +66,7 @@ class HostMesh(MeshTrait):
         Such procs are not forked from the zygote, so each imports by itself what it needs. That Python must be able to
         import this package.
         """
-        return HostMesh(self._hosts, self._mesh_shape, owned=False, python=os.fspath(path))
+        return HostMesh(self._hosts, self._mesh_shape, owned=False, python=os.fspath(path), ready=self._ready)
 
     @property
     def is_fake_in_process(self) -> bool:
@@ -81,8 +92,10 @@ class HostMesh(MeshTrait):
 
     @property
     def initialized(self) -> Future[bool]:
-        """Resolves to True: hosts are known to run when a mesh of them is made."""
-        return Future._of(True)
+        """Resolves to True when the hosts are there. Only those of `attach_to_workers` may not be yet; it raises
+        `AttachError` if one cannot be had.
+        """
+        return self._ready or Future._of(True)
 
     def spawn_procs(
         self,
@@ -118,8 +131,7 @@ class HostMesh(MeshTrait):
             TypeError: ``bootstrap`` does not pickle.
             RuntimeError: the hosts have been shut down.
         """
-        if self._ended:
-            raise RuntimeError("HostMesh has already been shut down")
+        self._check_usable()
         per_host = dict(per_host or {})
         overlap = set(per_host) & set(self._labels)
         if overlap:
@@ -209,29 +221,62 @@ class HostMesh(MeshTrait):
         Raises:
             RuntimeError: this mesh is a slice or came from elsewhere; only its maker may end the hosts.
         """
-        if not self._owned:
-            raise RuntimeError("cannot shut down hosts through a slice of their mesh or one that was sent here")
-        self._ended = True
+        self._check_owned("shut down")
+        return self._end_agents("shut down", release=False)
+
+    def stop(self) -> Future[None]:
+        """End the procs that this program has on these hosts, and leave the hosts. Resolves when the procs are gone.
+
+        Workers that were attached to can be attached to again, by this program or another; this mesh cannot be used any
+        more. Hosts of a job stay those of this program, and their mesh usable.
+
+        Raises:
+            RuntimeError: this mesh is a slice or came from elsewhere.
+        """
+        self._check_owned("stop")
+        if self._let_go is not None:
+            return self._end_agents("stopped", release=True)
+        runtime = context().actor_instance.runtime
+        here = set(self._hosts)
+        meshes = [(mesh.layout, set(mesh.alive)) for mesh in list(runtime.owned.procs.values())]
+        parts = [(layout, {r for r in alive if layout.hosts[r // layout.per_host] in here}) for layout, alive in meshes]
+        future: Future[None] = Future._pending()
+        future._what = f"stop() of {self!r}"
+        one_ended = CountDown(len(parts), lambda: future._resolve(lambda: None))
+        for layout, ranks in parts:
+            runtime.stop_procs(layout, ranks, settings().process_exit_timeout, one_ended)
+        return future
+
+    def _end_agents(self, how: str, release: bool) -> Future[None]:
+        self._ended = how
         runtime = context().actor_instance.runtime
         future: Future[None] = Future._pending()
         one_ended = CountDown(len(self._hosts), lambda: future._resolve(lambda: None))
         for host in self._hosts:
             runtime.expect_end_of_host(host, one_ended)
-            fields = {"timeout": settings().mesh_terminate_timeout}
+            fields = {"timeout": settings().mesh_terminate_timeout, "release": release}
             runtime.send(Message("shutdown", Address(host, AGENT), runtime.address, fields))
+        if self._let_go is not None:
+            self._let_go()
         return future
 
-    async def __aenter__(self) -> HostMesh:
+    def _check_owned(self, what: str) -> None:
+        if not self._owned:
+            raise RuntimeError(f"cannot {what} hosts through a slice of their mesh or one that was sent here")
+
+    def _check_usable(self) -> None:
         if self._ended:
-            raise RuntimeError("HostMesh has already been shut down")
+            raise RuntimeError(f"HostMesh has already been {self._ended}")
+
+    async def __aenter__(self) -> HostMesh:
+        self._check_usable()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
 
     def __enter__(self) -> HostMesh:
-        if self._ended:
-            raise RuntimeError("HostMesh has already been shut down")
+        self._check_usable()
         return self
 
     def __exit__(self, *_: object) -> None:

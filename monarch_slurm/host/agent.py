@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,9 @@ from monarch_slurm.wire.sockets import bind_ipc, connect_tcp, make_dealer, make_
 
 logger = logging.getLogger(__name__)
 
-ENDED, LEASE_EXPIRED, FENCED = 0, 3, 4
-"""Exit codes of an agent: told to end; nothing heard from the controller; the controller gave this host up."""
+ENDED, LEASE_EXPIRED, FENCED, RELEASED = 0, 3, 4, 5
+"""Exit codes of an agent: told to end; nothing heard from the controller; the controller gave this host up; the
+controller needs it no longer."""
 
 _FAREWELL_MS = 500
 """Time for the last messages to reach the controller, if it is still there."""
@@ -63,7 +64,7 @@ class Agent:
         host: id of the host; one that no agent had before.
         output: where lines of procs go.
         folder: job folder, whose ``controller.json`` vanishes when the controller ends; None if there is none.
-        controller_pid: pid of a controller on this machine whose end is watched; 0 for none.
+        watched: pids of this machine whose end is that of the controller.
         address: IP address that procs of this host bind and advertise; None takes the one that reaches the controller.
     """
 
@@ -75,7 +76,7 @@ class Agent:
         host: str,
         output: Output,
         folder: Path | None = None,
-        controller_pid: int = 0,
+        watched: Iterable[int] = (),
         address: str | None = None,
     ) -> None:
         self.name = name
@@ -123,13 +124,13 @@ class Agent:
             "pong": stacks.heard,
             "procs_restart": self._owner_procs_restart,
             "failing": lambda message: self._procs.note_failure(message.src.proc, **message.fields),
-            "shutdown": lambda message: self._wind_down(message.fields["timeout"]),
+            "shutdown": lambda message: self._wind_down(**message.fields),
             "welcome": self._take_welcome,
             "heartbeat": lambda message: None,
             "fenced": self._fenced,
         }
-        if controller_pid:
-            self._lease.watch(controller_pid)
+        for pid in watched:
+            self._lease.watch(pid)
 
     def run(self) -> int:
         """Serve until told to end; return the exit code."""
@@ -177,14 +178,14 @@ class Agent:
         # The owners of the procs know nothing of this, so it is a failure to them.
         self._wind_down(settings().process_exit_timeout, "Stopped(the agent of its host was told to end by a signal)")
 
-    def _wind_down(self, timeout: float, why: str = "") -> None:
+    def _wind_down(self, timeout: float, why: str = "", release: bool = False) -> None:
         """End the procs in order, and then this agent; procs that take longer than ``timeout`` seconds are killed."""
         if not self._ending:
-            self._ending = True
+            self._ending, self._exit_code = True, RELEASED if release else ENDED
             for name in self._procs.names():
                 self._stop_proc(name, self._address, timeout, why)
             if not self._procs.names():
-                self._end(ENDED)
+                self._end(self._exit_code)
 
     def _end(self, code: int) -> None:
         """End at once, procs and all."""
@@ -301,7 +302,7 @@ class Agent:
             self._tell_end(down)
         self._kill_owned_by(down.proc)
         if self._ending and not self._procs.names():
-            self._end(ENDED)
+            self._end(self._exit_code)
 
     def _tell_end(self, down: ProcDown) -> None:
         """A proc here has ended and does not start again: tell the neighbours, and everybody by the controller."""

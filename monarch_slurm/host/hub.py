@@ -88,14 +88,17 @@ class Hub:
         """IP addresses of this machine where agents of other hosts were told to join."""
         return list(self._endpoints)
 
-    def invitation(self, ip: str) -> Invitation:
-        """Listen on an ephemeral port of ``ip`` and return what an agent needs to join there. It holds a secret.
+    def invitation(self, ip: str, port: int = 0) -> Invitation:
+        """Listen on ``port`` of ``ip`` and return what an agent needs to join there. It holds a secret.
+
+        Args:
+            port: 0 for an ephemeral one. It is that of the first call for ``ip``.
 
         Raises:
-            BindError: the address is not one of this machine.
+            BindError: the address is not one of this machine, or the port is taken.
         """
         if ip not in self._endpoints:
-            self._endpoints[ip] = self._link.with_socket(lambda socket: bind_tcp(socket, ip, self._keys))
+            self._endpoints[ip] = self._link.with_socket(lambda socket: bind_tcp(socket, ip, self._keys, port))
         keys = self._keys
         return Invitation(
             self._endpoints[ip],
@@ -134,6 +137,10 @@ class Hub:
         with self._lock:
             self._expected[host] = []
 
+    def has_ended(self, host: str) -> bool:
+        """Return whether the agent of ``host`` has ended, or was given up."""
+        return host in self._gone
+
     def give_up(self, host: str, name: str, cause: str) -> None:
         """Declare a host dead, whether its agent ever joined or not. On the loop's thread."""
         with self._lock:
@@ -147,7 +154,8 @@ class Hub:
         with self._lock:
             hosts = [*self.hosts, *self._expected]
         for host in hosts:
-            self.send(Message("shutdown", Address(host, AGENT), CONTROLLER, {"timeout": timeout}))
+            fields = {"timeout": timeout, "release": True}
+            self.send(Message("shutdown", Address(host, AGENT), CONTROLLER, fields))
 
     def close(self) -> None:
         """Close the sockets. When the loop does not run any more."""

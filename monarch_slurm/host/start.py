@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from monarch_slurm.config import configure, settings
-from monarch_slurm.host.agent import Agent
+from monarch_slurm.host.agent import ENDED, RELEASED, Agent
 from monarch_slurm.host.devices import settle_visibility
 from monarch_slurm.host.guardian import guard
 from monarch_slurm.host.identity import NoControllerError, new_host_id, pid_space
@@ -64,11 +66,12 @@ def serve(folder: Path, *, name: str, address: str | None = None) -> int:
             output=output,
             folder=folder,
             # the end of a controller on this machine is seen at once; of any other, the lease tells
-            controller_pid=invitation.controller_pid if invitation.controller_host == pid_space() else 0,
+            watched=[invitation.controller_pid] if invitation.controller_host == pid_space() else [],
             address=address,
         ).run()
 
-    return guard(run_agent)
+    code = guard(run_agent)
+    return ENDED if code == RELEASED else code  # an agent of a job serves one program only
 
 
 def serve_from_pipe(fd: int) -> int:
@@ -81,19 +84,26 @@ def serve_from_pipe(fd: int) -> int:
     def run_agent() -> int:
         output = _set_up_output()
         settle_visibility(start["name"])
-        pid = start["controller_pid"]
-        return Agent(invitation, start["name"], host=start["host"], output=output, controller_pid=pid).run()
+        return Agent(invitation, start["name"], host=start["host"], output=output, watched=start["watched"]).run()
 
     return guard(run_agent)
 
 
-def start_local_agent(invitation: Invitation, host: str, name: str, session: bool = True) -> subprocess.Popen[bytes]:
-    """Start the agent of host ``host`` as a child process that ends when this process does.
+def start_local_agent(
+    invitation: Invitation,
+    host: str,
+    name: str,
+    *,
+    session: bool = True,
+    with_settings: Mapping[str, Any] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start the agent of host ``host`` as a child process that ends when this process or the controller does.
 
     Keys go through a pipe: neither the command line nor the environment shows them.
 
     Args:
         session: give it a session of its own, so that Ctrl-C in the terminal reaches the controller alone.
+        with_settings: settings of the controller that go before those of this process.
     """
     read_end, write_end = os.pipe()
     command = [sys.executable, "-m", "monarch_slurm.host", "--fd", str(read_end)]
@@ -105,12 +115,13 @@ def start_local_agent(invitation: Invitation, host: str, name: str, session: boo
         env={**os.environ, **importable()},
     )
     os.close(read_end)
+    beside = invitation.controller_host == pid_space()
     start = {
         "invitation": asdict(invitation),
         "name": name,
         "host": host,
-        "controller_pid": os.getpid(),
-        "settings": asdict(settings()),
+        "watched": sorted({os.getpid(), invitation.controller_pid} if beside else {os.getpid()}),
+        "settings": {**asdict(settings()), **(with_settings or {})},
     }
     with os.fdopen(write_end, "wb") as pipe:
         pipe.write(pack(start))

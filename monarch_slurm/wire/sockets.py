@@ -64,23 +64,35 @@ def bind_ipc(socket: zmq.Socket[bytes], path: Path) -> str:
     """Listen on the Unix socket ``path``, for processes of this user only; return the address."""
     check_private(path.parent)
     address = check_socket_path(path)
-    socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
-    _bind(socket, address)
+    only_this_user(socket)
+    bind(socket, address)
     return address
 
 
-def bind_tcp(socket: zmq.Socket[bytes], ip: str, keys: JobKeys) -> str:
-    """Listen on an ephemeral port of ``ip`` with CURVE; return the address. `Gatekeeper` decides who may talk."""
+def only_this_user(socket: zmq.Socket[bytes]) -> None:
+    """Let only processes of this user talk over the Unix sockets that ``socket`` will listen at."""
+    socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
+
+
+def bind_tcp(socket: zmq.Socket[bytes], ip: str, keys: JobKeys, port: int = 0) -> str:
+    """Listen on ``port`` of ``ip`` (0: an ephemeral one) with CURVE; return the address. `Gatekeeper` decides who may
+    talk.
+    """
     if ":" in ip:
         socket.setsockopt(zmq.IPV6, 1)
         ip = f"[{ip}]"
+    guard_with_curve(socket, keys)
+    bind(socket, f"tcp://{ip}:{port or '*'}")
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def guard_with_curve(socket: zmq.Socket[bytes], keys: JobKeys) -> None:
+    """Let only those talk who dial with the keys of `connect_tcp`; before the socket listens."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.server_public.encode())
     socket.setsockopt(zmq.ZAP_DOMAIN, b"monarch_slurm")
     socket.setsockopt(zmq.BACKLOG, BACKLOG)
-    _bind(socket, f"tcp://{ip}:*")
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 def connect_tcp(socket: zmq.Socket[bytes], invitation: Invitation) -> None:
@@ -93,7 +105,12 @@ def connect_tcp(socket: zmq.Socket[bytes], invitation: Invitation) -> None:
     socket.connect(invitation.address)
 
 
-def _bind(socket: zmq.Socket[bytes], address: str) -> None:
+def bind(socket: zmq.Socket[bytes], address: str) -> None:
+    """Listen at ``address``.
+
+    Raises:
+        BindError: that cannot be.
+    """
     try:
         socket.bind(address)
     except zmq.ZMQError as error:

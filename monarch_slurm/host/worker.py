@@ -1,0 +1,171 @@
+"""A worker: a process that listens for programs, and is a host of one at a time.
+
+It talks to holders of the key only. A program that attaches sends the worker an invitation to its own hub; the worker
+starts a host agent, which joins there. When the program is gone, so are its agent and procs, and the worker waits for
+the next program. Requests and answers are plain values; nothing that comes in is unpickled.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket as sockets
+import subprocess
+from typing import Any
+
+import zmq
+
+from monarch_slurm.config import settings
+from monarch_slurm.host.agent import ENDED
+from monarch_slurm.host.start import start_local_agent
+from monarch_slurm.host.worker_address import WorkerAddress, resolve, split_tcp
+from monarch_slurm.wire import BindError, Gatekeeper, Invitation, JobKeys, Loop, pack, unpack
+from monarch_slurm.wire.plain import UnpackError
+from monarch_slurm.wire.sockets import bind, guard_with_curve, make_router, only_this_user
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 1 << 20
+
+_END_MARGIN = 2.0
+"""Seconds that an agent may take beyond its procs."""
+
+
+class Worker:
+    """Listens at an address from the moment it is made; `serve` does the rest.
+
+    Args:
+        keys: of `monarch_slurm.wire.shared_key.derive_keys`.
+
+    Raises:
+        BindError: the address cannot be listened at.
+    """
+
+    def __init__(self, keys: JobKeys, address: WorkerAddress) -> None:
+        self._identity = address.identity
+        self._name = str(address)
+        self._loop = Loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = make_router(self._context)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        self._gatekeeper = Gatekeeper(self._context, self._router, keys)
+        guard_with_curve(self._router, keys)
+        try:
+            _listen(self._router, address.bind)
+        except BindError:
+            self._close()
+            raise
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._serves: dict[str, Any] = {}
+        """The request of the program that has this worker."""
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def serve(self) -> None:
+        """Be a host of one program after the other, until one of them shuts its hosts down."""
+        self._gatekeeper.attach(self._loop)
+        self._loop.add_reader(int(self._router.getsockopt(zmq.FD)), self._read)
+        self._loop.call_soon(self._read)
+        try:
+            self._loop.run()
+        finally:
+            self._end_agent()
+            self._close()
+
+    def stop(self) -> None:
+        """End `serve`. For any thread."""
+        self._loop.stop()
+
+    def _close(self) -> None:
+        self._gatekeeper.close()
+        self._context.destroy(linger=200)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                peer, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                request = unpack(frames[0])
+                answer = self._answer(request, Invitation(**request["invitation"]))
+                self._router.send_multipart([peer, pack(answer)], zmq.NOBLOCK)
+            except (*UnpackError, KeyError, IndexError):
+                logger.warning("worker %s: somebody with its key asked what is no request; dropped", self._name)
+            except zmq.ZMQError:
+                continue  # it has hung up; it asks again if it still wants to know
+
+    def _answer(self, request: dict[str, Any], invitation: Invitation) -> dict[str, Any]:
+        wanted, program, host = request["identity"], request["program"], request["host"]
+        if wanted and wanted != self._identity:
+            return _refusal(f"it is {self._identity or 'a worker without an identity'}, not {wanted}")
+        if self._agent is None:
+            self._serves = request
+            logger.info("worker %s: attached to by %s", self._name, request["who"])
+            agent = start_local_agent(invitation, host, request["name"], with_settings=request["settings"])
+            self._agent = agent
+            self._loop.watch_process(agent.pid, lambda: self._agent_ended(agent.wait()))
+        elif self._serves["program"] != program:
+            return _refusal(f"it serves {self._serves['who']} until that ends", later=True)
+        elif self._serves["host"] != host:
+            return {**_refusal("this program has attached to it before", later=True), "host": self._serves["host"]}
+        return {"accepted": True}
+
+    def _agent_ended(self, status: int) -> None:
+        who, self._agent, self._serves = self._serves["who"], None, {}
+        logger.info("worker %s: %s has left (status %d of its agent)", self._name, who, status)
+        if status == ENDED:
+            self._loop.stop()
+
+    def _end_agent(self) -> None:
+        if self._agent is not None:
+            self._agent.terminate()
+            try:
+                self._agent.wait(settings().process_exit_timeout + _END_MARGIN)
+            except subprocess.TimeoutExpired:
+                self._agent.kill()
+                self._agent.wait()
+
+
+def _refusal(why: str, later: bool = False) -> dict[str, Any]:
+    return {"accepted": False, "why": why, "later": later}
+
+
+def _listen(router: zmq.Socket[bytes], url: str) -> None:
+    if not url.startswith("tcp:"):
+        only_this_user(router)
+        bind(router, url)
+        return
+    host, port = split_tcp(url)
+    try:
+        ip = resolve(host)
+    except OSError as error:
+        raise BindError(f"cannot listen on {url}: {error.strerror}") from None
+    if ":" in ip:
+        router.setsockopt(zmq.IPV6, 1)
+        ip = f"[{ip}]"
+    if port.startswith("fd"):
+        router.setsockopt(zmq.USE_FD, _listening(int(port[2:]), url))
+        port = str(_port_of(int(port[2:])))
+    bind(router, f"tcp://{ip}:{'*' if port == '0' else port}")
+
+
+def _listening(fd: int, url: str) -> int:
+    try:
+        with sockets.socket(fileno=fd) as inherited:
+            listens = bool(inherited.getsockopt(sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN))
+            inherited.detach()
+    except OSError as error:
+        raise BindError(f"cannot listen on {url}: descriptor {fd}: {error.strerror}") from None
+    if not listens:
+        raise BindError(f"cannot listen on {url}: descriptor {fd} is no listening socket")
+    return fd
+
+
+def _port_of(fd: int) -> int:
+    with sockets.socket(fileno=fd) as inherited:
+        port: int = inherited.getsockname()[1]
+        inherited.detach()
+    return port

@@ -1,0 +1,316 @@
+"""Workers that programs attach to: how they come, whom they serve, whom they refuse."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from job_agents import Worker as PidActor
+from recorded_faults import Faults
+from support import DEADLINE, REPOSITORY, Program, descendants, is_alive, wait_gone, wait_until
+
+from monarch_slurm.actor import (
+    AttachError,
+    Channel,
+    NoKeyError,
+    SupervisionError,
+    attach_to_workers,
+    make_worker_key,
+    run_worker_loop_forever,
+    start_worker_loop_forever,
+)
+from monarch_slurm.config import configured
+from monarch_slurm.wire import BindError
+
+SCRIPT = """
+import logging, sys
+from monarch_slurm.actor import run_worker_loop_forever, run_worker_loop_until_shutdown
+logging.basicConfig(level=logging.INFO)
+if __name__ == "__main__":
+    address, key, how = sys.argv[1:]
+    arguments = dict(private_key=key or None, ca=None if key else "trust_all_connections", address=address)
+    if how == "forever":
+        run_worker_loop_forever(**arguments)
+    run_worker_loop_until_shutdown(**arguments)
+    print("returned")
+"""
+
+
+class Worker:
+    """A worker of its own process."""
+
+    def __init__(self, folder: Path, address: str, key: str, how: str, env: dict[str, str], fds: tuple[int, ...]):
+        self.address = address
+        self.log = folder / "log"
+        (folder / "worker.py").write_text(SCRIPT)
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(folder / "worker.py"), address, key, how],
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1", **env},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=fds,
+            )  # fmt: skip
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def said(self, what: str) -> None:
+        wait_until(lambda: what in self.text(), f"{what!r} in\n{self.text()}")
+
+    def wait(self) -> int:
+        return self.process.wait(DEADLINE)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def key(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_worker_key(tmp_path_factory.mktemp("key") / "key"))
+
+
+@pytest.fixture
+def worker(tmp_path: Path, key: str) -> Iterator[Callable[..., Worker]]:
+    started: list[Worker] = []
+
+    def start(
+        address: str = "", how: str = "forever", with_key: str = key, env: dict[str, str] | None = None,
+        fds: tuple[int, ...] = (),
+    ) -> Worker:  # fmt: skip
+        folder = tmp_path / f"worker{len(started)}"
+        folder.mkdir()
+        started.append(Worker(folder, address or f"tcp://127.0.0.1:{free_port()}", with_key, how, env or {}, fds))
+        return started[-1]
+
+    yield start
+    for one in started:
+        family = descendants(one.process.pid) if is_alive(one.process.pid) else []
+        one.process.kill()
+        one.process.wait()
+        wait_gone(*family)
+
+
+def test_workers_are_hosts_of_one_program_after_the_other(
+    worker: Callable[..., Worker], key: str, tmp_path: Path
+) -> None:
+    tcp, ipc = worker(), worker(f"ipc://{tmp_path}/w")
+    hosts = attach_to_workers(private_key=key, workers=[tcp.address, ipc.address])
+    assert str(hosts.extent) == "{hosts: 2}"
+    actors: Any = hosts.spawn_procs({"gpus": 2}).spawn("actor", PidActor)
+    pids = actors.pid.call().get(DEADLINE)
+    assert hosts.initialized.get(DEADLINE) is True
+    assert set(pids.slice(hosts=0).values()) <= set(descendants(tcp.process.pid))
+    assert set(pids.slice(hosts=1).values()) <= set(descendants(ipc.process.pid))
+    assert attach_to_workers(private_key=key, workers=[ipc.address, tcp.address]).host_names == ["w", "127.0.0.1"]
+    secret = Path(key).read_text().strip().encode()
+    for pid in {*descendants(tcp.process.pid), *descendants(ipc.process.pid), tcp.process.pid, ipc.process.pid}:
+        for name in ("cmdline", "environ"):
+            assert secret not in Path(f"/proc/{pid}/{name}").read_bytes()
+    hosts.stop().get(DEADLINE)
+    wait_gone(*pids.values())
+    with pytest.raises(RuntimeError, match="HostMesh has already been stopped"):
+        hosts.spawn_procs()
+
+    again = attach_to_workers(private_key=Path(key).read_bytes().strip(), workers=[tcp.address])
+    more: Any = again.spawn_procs().spawn("actor", PidActor)
+    assert more.pid.call_one().get(DEADLINE) in descendants(tcp.process.pid)
+    with pytest.raises(RuntimeError, match="cannot stop hosts through a slice"):
+        again.slice(hosts=0).stop()
+    again.shutdown().get(DEADLINE)
+    assert tcp.wait() == 0
+    assert is_alive(ipc.process.pid)
+    assert secret.decode() not in tcp.text() + ipc.text()
+
+
+def test_a_worker_that_is_not_there(key: str, faults: Faults) -> None:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with configured(mesh_attach_config_timeout=0.5):
+        hosts = attach_to_workers(private_key=key, workers=[address, "tcp://no.such.host.invalid:1"])
+        procs = hosts.spawn_procs()
+        with pytest.raises(AttachError, match=r"cannot attach to the worker tcp://.*: (nothing listens there|Name or)"):
+            hosts.initialized.get(DEADLINE)
+    error = procs.initialized.exception(DEADLINE)
+    assert isinstance(error, SupervisionError)
+    assert "cannot attach to the worker" in str(error)
+    wait_until(lambda: faults.failures, "the owner of the procs is told")
+
+
+def test_another_key_is_refused_and_disturbs_nobody(worker: Callable[..., Worker], key: str, tmp_path: Path) -> None:
+    one = worker()
+    hosts = attach_to_workers(private_key=key, workers=[one.address])
+    hosts.initialized.get(DEADLINE)
+    other = make_worker_key(tmp_path / "other")
+    url = one.address.replace("127.0.0.1", "127.0.0.2")  # nothing there
+    with configured(mesh_attach_config_timeout=0.5), pytest.raises(AttachError, match="nothing listens there"):
+        attach_to_workers(private_key=other, workers=[url]).initialized.get(DEADLINE)
+    spelled = one.address.replace("127.0.0.1", "localhost")
+    with pytest.raises(AttachError, match="it does not take this key"):
+        attach_to_workers(private_key=other, workers=[spelled]).initialized.get(DEADLINE)
+    one.said("refused a connection")
+    actor: Any = hosts.spawn_procs().spawn("actor", PidActor)
+    assert actor.pid.call_one().get(DEADLINE) in descendants(one.process.pid)
+    hosts.stop().get(DEADLINE)
+
+
+def test_a_program_that_attaches_twice(worker: Callable[..., Worker], key: str) -> None:
+    one = worker()
+    with pytest.raises(ValueError, match="is named 2 times"):
+        attach_to_workers(private_key=key, workers=[one.address, one.address])
+    hosts = attach_to_workers(private_key=key, workers=[one.address])
+    hosts.initialized.get(DEADLINE)
+    spelled = one.address.replace("127.0.0.1", "localhost")
+    with pytest.raises(AttachError, match="this program has attached to it before"):
+        attach_to_workers(private_key=key, workers=[spelled]).initialized.get(DEADLINE)
+    hosts.stop().get(DEADLINE)
+
+
+SECOND = """
+    import sys
+    from monarch_slurm.actor import attach_to_workers
+    from monarch_slurm.config import configured
+    if __name__ == "__main__":
+        with configured(mesh_attach_config_timeout={timeout}):
+            hosts = attach_to_workers(private_key={key!r}, workers=[{address!r}])
+            print("attached", hosts.initialized.exception(60), flush=True)
+            procs = hosts.spawn_procs({{"n": 2}})
+            procs.initialized.get(60)
+            print("procs", flush=True)
+            sys.stdin.read()
+            import time
+            time.sleep(1000)
+"""
+
+
+def test_a_worker_serves_one_program_at_a_time(
+    worker: Callable[..., Worker], key: str, program: Callable[..., Program]
+) -> None:
+    one = worker()
+    first = program(SECOND.format(timeout=60, key=key, address=one.address))
+    first.expect("procs")
+    family = descendants(one.process.pid)
+    with configured(mesh_attach_config_timeout=0.5), pytest.raises(AttachError) as error:
+        attach_to_workers(private_key=key, workers=[one.address]).initialized.get(DEADLINE)
+    assert f"it serves the program with pid {first.process.pid} on" in str(error.value)
+    waiting = attach_to_workers(private_key=key, workers=[one.address])
+    first.process.send_signal(signal.SIGKILL)
+    assert waiting.initialized.get(DEADLINE) is True
+    wait_gone(*family)
+    waiting.stop().get(DEADLINE)
+
+
+def test_a_worker_that_is_killed_takes_its_procs_along(worker: Callable[..., Worker], key: str, faults: Faults) -> None:
+    one = worker()
+    hosts = attach_to_workers(private_key=key, workers=[one.address])
+    actor: Any = hosts.spawn_procs().spawn("actor", PidActor)
+    actor.pid.call_one().get(DEADLINE)
+    family = descendants(one.process.pid)
+    one.process.kill()
+    one.process.wait()
+    wait_gone(*family)
+    assert isinstance(actor.pid.call_one().exception(DEADLINE), SupervisionError)
+    wait_until(lambda: faults.failures)
+    assert psutil.pid_exists(os.getpid())
+
+
+def test_a_worker_that_is_told_to_end_ends_what_it_has(worker: Callable[..., Worker], key: str, faults: Faults) -> None:
+    one = worker()
+    hosts = attach_to_workers(private_key=key, workers=[one.address])
+    hosts.spawn_procs().initialized.get(DEADLINE)
+    family = descendants(one.process.pid)
+    one.process.send_signal(signal.SIGINT)
+    one.wait()
+    wait_gone(*family)
+    wait_until(lambda: faults.failures)
+
+
+def test_a_worker_is_known_by_its_identity(worker: Callable[..., Worker], key: str) -> None:
+    port = free_port()
+    worker(f"service<abc>@tcp://localhost:{port}@tcp://127.0.0.1:{port}")
+    with pytest.raises(AttachError, match=r"it is service<abc>, not service<xyz>"):
+        attach_to_workers(private_key=key, workers=[f"service<xyz>@tcp://localhost:{port}"]).initialized.get(DEADLINE)
+    hosts = attach_to_workers(private_key=key, workers=[f"service<abc>@tcp://localhost:{port}"])
+    assert hosts.initialized.get(DEADLINE)
+    hosts.stop().get(DEADLINE)
+
+
+def test_a_listening_socket_can_be_inherited(worker: Callable[..., Worker], key: str) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        one = worker(f"tcp://127.0.0.1:fd{listening.fileno()}", how="until_shutdown", fds=(listening.fileno(),))
+        address = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(ValueError, match="a descriptor cannot be dialled"):
+            attach_to_workers(private_key=key, workers=[one.address])
+        hosts = attach_to_workers(private_key=key, workers=[address])
+        hosts.initialized.get(DEADLINE)
+    hosts.shutdown().get(DEADLINE)
+    assert one.wait() == 0
+    assert "returned" in one.text()
+
+
+def test_addresses_that_come_later_and_a_worker_inside_of_the_program(key: str) -> None:
+    ended = start_worker_loop_forever(private_key=key, address="inproc://here")
+    address, receiver = Channel.open()
+    hosts = attach_to_workers(private_key=key, workers=[receiver.recv()], name="later")
+    procs = hosts.spawn_procs()
+    assert hosts.host_names == ["later-0"]
+    assert isinstance(hosts.initialized.exception(0.0), TimeoutError)
+    address.send("inproc://here")
+    assert procs.initialized.get(DEADLINE)
+    assert not ended._done
+    hosts.shutdown().get(DEADLINE)
+    ended.get(DEADLINE)
+    failing = attach_to_workers(private_key=key, workers=[_failed()])
+    with pytest.raises(AttachError, match="its address did not come"):
+        failing.initialized.get(DEADLINE)
+
+
+def _failed() -> Any:
+    port, receiver = Channel.open()
+    port.exception(RuntimeError("no address"))
+    return receiver.recv()
+
+
+def test_trust_all_connections_holds_for_this_machine_alone_and_must_be_allowed(
+    worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    refused = worker(with_key="")
+    assert refused.wait() == 1
+    assert "everybody who reaches their port runs code as you" in refused.text()
+    with pytest.raises(NoKeyError):
+        attach_to_workers(ca="trust_all_connections", workers=[refused.address])
+    monkeypatch.setenv("MONARCH_SLURM_ALLOW_UNAUTHENTICATED", "1")
+    with pytest.raises(NoKeyError, match="this machine alone"):
+        attach_to_workers(ca="trust_all_connections", workers=["tcp://192.0.2.1:1"])
+    with pytest.raises(NoKeyError, match="this machine alone"):
+        run_worker_loop_forever(ca="trust_all_connections", address=f"tcp://0.0.0.0:{free_port()}")
+    one = worker(f"ipc://{tmp_path}/w", with_key="")
+    hosts = attach_to_workers(ca="trust_all_connections", workers=[one.address])
+    assert hosts.initialized.get(DEADLINE)
+    hosts.stop().get(DEADLINE)
+
+
+def test_addresses_that_cannot_be_listened_at(key: str) -> None:
+    with pytest.raises(BindError, match=r"cannot listen on tcp://192.0.2.1"):
+        run_worker_loop_forever(private_key=key, address="tcp://192.0.2.1:7777")
+    with pytest.raises(BindError, match=r"cannot listen on tcp://no.such.host.invalid"):
+        start_worker_loop_forever(private_key=key, address="tcp://no.such.host.invalid:7777")
+    with pytest.raises(BindError, match="descriptor 999"):
+        start_worker_loop_forever(private_key=key, address="tcp://127.0.0.1:fd999")
+    with socket.socket() as idle, pytest.raises(BindError, match="no listening socket"):
+        start_worker_loop_forever(private_key=key, address=f"tcp://127.0.0.1:fd{idle.fileno()}")
+    with pytest.raises(ValueError, match="at least one worker"):
+        attach_to_workers(private_key=key, workers=[])
+    assert not [t for t in threading.enumerate() if t.name == "monarch-worker"]
