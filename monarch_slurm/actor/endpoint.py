@@ -13,6 +13,7 @@ from monarch_slurm.actor.errors import ActorError
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.messages import EXPLICIT_PORT, PLAIN_METHOD, PortAddress
 from monarch_slurm.actor.replies import VALUE, lost_error
+from monarch_slurm.actor.shape import Slice
 from monarch_slurm.actor.value_mesh import ValueMesh
 from monarch_slurm.wire import dumps, loads
 
@@ -182,7 +183,7 @@ class Endpoint(Generic[R]):
                 future._resolve(lambda: ValueMesh(extent_shape, [loads(value) for value in values]))
 
         future._what = lambda: f"{self}: {count - missing[0]} of {count} actors have answered"
-        self._send_expecting(args, kwargs, list(enumerate(shape.ndslice)), arrived, future._fail_with)
+        self._send_expecting(args, kwargs, shape.ndslice, arrived, future._fail_with)
         return future
 
     def call_one(self, *args: Any, **kwargs: Any) -> Future[R]:
@@ -211,7 +212,7 @@ class Endpoint(Generic[R]):
         self._send_expecting(
             args,
             kwargs,
-            list(enumerate(shape.ndslice)),
+            shape.ndslice,
             lambda rank, frames: next(order)._resolve(lambda: loads(frames)),
             lambda error: next(order)._fail_with(error),
         )
@@ -232,7 +233,6 @@ class Endpoint(Generic[R]):
             ranks,
             lambda _, frames: future._resolve(lambda: loads(frames)),
             future._fail_with,
-            place is not None,
         )
         return future
 
@@ -246,10 +246,9 @@ class Endpoint(Generic[R]):
         self,
         args: Any,
         kwargs: Any,
-        ranks: list[tuple[int, int]],
+        ranks: Slice | list[tuple[int, int]],
         on_value: Callable[[int, Any], None],
         on_error: Callable[[Callable[[], BaseException]], None],
-        chosen: bool = False,
     ) -> None:
         body = self._encode(args, kwargs)
         runtime = context().actor_instance.runtime
@@ -265,7 +264,7 @@ class Endpoint(Generic[R]):
 
         ref = self._mesh._ref
         port = runtime.expect_from(ref, ref.layout, ranks, reply, lost)
-        self._cast(runtime, [base for _, base in ranks] if chosen else None, body, port)
+        self._cast(runtime, [base for _, base in ranks] if isinstance(ranks, list) else None, body, port)
 
     def _send(self, args: Any, kwargs: Any, port: PortAddress | None, only: list[int] | None = None) -> None:
         body = self._encode(args, kwargs)

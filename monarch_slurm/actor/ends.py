@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from monarch_slurm.actor.layout import ActorRef
+from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.messages import ActorDown, ProcsRestart
 from monarch_slurm.actor.replies import name_of
 from monarch_slurm.host.exits import HostDown, ProcDown
@@ -57,6 +57,20 @@ class Ends:
     def has_host(self, host: str) -> bool:
         """Return whether ``host`` has ended."""
         return host in self._hosts
+
+    def among(self, layout: ProcLayout, ref: ActorRef | None) -> list[Address]:
+        """Return the procs of a mesh that nobody starts again of which the end, or that of their host or of their
+        actor of the mesh ``ref``, is known.
+        """
+        names = [name for name in self._procs if name.rpartition(".")[0] == layout.mesh]
+        if ref is not None:
+            names += [name for mesh, name in self._actors if mesh == ref.mesh]
+        found = [layout.address(int(name.rpartition(".")[2])) for name in names]
+        if self._hosts:
+            per = layout.per_host
+            lost = [i for i, host in enumerate(layout.hosts) if host in self._hosts]
+            found += [layout.address(i * per + j) for i in lost for j in range(per)]
+        return found
 
     def why(self, process: Address, ref: ActorRef | None, keeper: Address | None = None) -> str | None:
         """Return why an actor of the mesh ``ref`` in ``process``, or without one the process, cannot answer; None as

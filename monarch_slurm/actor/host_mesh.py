@@ -172,9 +172,13 @@ class HostMesh(MeshTrait):
                 ready._resolve(lambda: True)
 
         cwd = _working_folder()
-        ranks = [(rank, rank) for rank in range(count)]
         port = runtime.expect_from(
-            None, layout, ranks, arrived, lambda rank, reason: ready._fail(SupervisionError(reason)), durable=True
+            None,
+            layout,
+            shape.ndslice,
+            arrived,
+            lambda rank, reason: ready._fail(SupervisionError(reason)),
+            durable=True,
         )
         if self.stream_logs:  # asked for before there is a line
             set_logging(layout, range(count), stream=True, window=None, level=None)

@@ -129,7 +129,7 @@ class ProcMesh(MeshTrait):
         def lost(rank: int, reason: str) -> None:
             ready._fail(SupervisionError(reason))
 
-        port = runtime.expect_from(ref, self._layout, list(enumerate(ndslice)), arrived, lost, durable=True)
+        port = runtime.expect_from(ref, self._layout, ndslice, arrived, lost, durable=True)
         fields = {
             "ref": ref_to_fields(ref),
             "creator": creator_to_fields(owner),

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from monarch_slurm.actor.errors import ActorRestartedError, SupervisionError
-from monarch_slurm.actor.layout import ActorRef
+from monarch_slurm.actor.layout import ActorRef, ProcLayout
+from monarch_slurm.actor.shape import Slice
 from monarch_slurm.wire import AGENT, Address
 from monarch_slurm.wire.pickling import Buffer
 
@@ -37,14 +38,98 @@ OnReply = Callable[[int, str, Sequence[Buffer]], None]
 OnLost = Callable[[int, str], None]
 
 
+class Listed:
+    """Answers of processes that are told one by one.
+
+    Args:
+        answers: for each rank, where its answer comes from.
+    """
+
+    def __init__(self, answers: dict[int, Source]) -> None:
+        self._waiting = dict(answers)
+        self.keys = {name_of(process) for process, _ in answers.values()}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def take(self, rank: int) -> bool:
+        """Note an answer; False if none of that rank is waited for."""
+        return self._waiting.pop(rank, None) is not None
+
+    def lose(self, name: str, mesh: str | None) -> list[tuple[int, Source]]:
+        """Wait no longer for the process ``name``, or one actor mesh in it; return what was waited for."""
+        lost = [
+            (rank, (process, ref))
+            for rank, (process, ref) in self._waiting.items()
+            if name_of(process) == name and (mesh is None or (ref is not None and ref.mesh == mesh))
+        ]
+        for rank, _ in lost:
+            del self._waiting[rank]
+        return lost
+
+    def processes(self, host: str | None) -> list[Address]:
+        """Return the processes that are waited for, all of them even if only those on ``host`` are asked for."""
+        return [process for process, _ in self._waiting.values()]
+
+
+class OfMesh:
+    """One answer of each proc in a slice of a proc mesh. What it costs to make does not depend on the procs' number.
+
+    Args:
+        ref: the actor mesh that answers; None if the procs themselves do.
+        layout: where the procs are.
+        ndslice: which of them.
+    """
+
+    def __init__(self, ref: ActorRef | None, layout: ProcLayout, ndslice: Slice) -> None:
+        self._ref, self._layout, self._slice = ref, layout, ndslice
+        self._waiting = set(range(len(ndslice)))
+        self.keys = {layout.mesh}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def take(self, rank: int) -> bool:
+        """Note an answer; False if none of that rank is waited for."""
+        try:
+            self._waiting.remove(rank)
+        except KeyError:
+            return False
+        return True
+
+    def lose(self, name: str, mesh: str | None) -> list[tuple[int, Source]]:
+        """Wait no longer for the proc ``name``, or one actor mesh in it; return what was waited for."""
+        proc_mesh, _, number = name.rpartition(".")
+        if proc_mesh != self._layout.mesh or (mesh is not None and (self._ref is None or self._ref.mesh != mesh)):
+            return []
+        try:
+            rank = self._slice.index(int(number))
+        except ValueError:  # it is not in the slice
+            return []
+        return [(rank, (self._layout.address(int(number)), self._ref))] if self.take(rank) else []
+
+    def processes(self, host: str | None) -> list[Address]:
+        """Return the procs that are waited for, on ``host`` if it is given."""
+        if host is None:
+            return [self._layout.address(self._slice.get(rank)) for rank in self._waiting]
+        there = []
+        for base in self._layout.ranks_on(host):
+            try:
+                rank = self._slice.index(base)
+            except ValueError:
+                continue
+            if rank in self._waiting:
+                there.append(self._layout.address(base))
+        return there
+
+
 @dataclass
 class _Expected:
     """One port that waits for one answer from each of several actors."""
 
     on_reply: OnReply
     on_lost: OnLost
-    waiting: dict[int, Source]
-    """By rank of the answer."""
+    answers: Listed | OfMesh
     durable: bool
     """The answer may come from a process that was started again."""
     keeper: Address | None
@@ -67,7 +152,8 @@ class ReplyTable:
         self._lock = threading.Lock()
         self._replies: dict[int, _Expected] = {}
         self._channels: dict[int, OnReply] = {}
-        self._by_process: dict[str, set[int]] = {}
+        self._by_key: dict[str, set[int]] = {}
+        """Ports by the processes, and the proc meshes, that answers are waited for from."""
 
     def open_channel(self, on_reply: OnReply) -> int:
         """Return a new port; ``on_reply`` gets every message sent to it, until `close`."""
@@ -83,7 +169,7 @@ class ReplyTable:
 
     def expect(
         self,
-        answers: dict[int, Source],
+        answers: dict[int, Source] | OfMesh,
         on_reply: OnReply,
         on_lost: OnLost,
         durable: bool = False,
@@ -92,17 +178,18 @@ class ReplyTable:
         """Return a new port that waits for one answer per rank.
 
         Args:
-            answers: for each rank, where its answer comes from.
+            answers: for each rank, where its answer comes from; or which procs of a mesh.
             on_reply: called with rank, `VALUE` or `EXCEPTION`, and the frames.
             on_lost: called with rank and the reason when no answer can come any more.
             durable: an answer of a process that was started again will do.
             keeper: who starts the processes again; their host's end is then no end of theirs.
         """
         number = next(self._numbers)
+        waited_for = answers if isinstance(answers, OfMesh) else Listed(answers)
         with self._lock:
-            self._replies[number] = _Expected(on_reply, on_lost, dict(answers), durable, keeper)
-            for process, _ in answers.values():
-                self._by_process.setdefault(name_of(process), set()).add(number)
+            self._replies[number] = _Expected(on_reply, on_lost, waited_for, durable, keeper)
+            for key in waited_for.keys:
+                self._by_key.setdefault(key, set()).add(number)
         return number
 
     def take(self, number: int, rank: int, status: str, frames: Sequence[Buffer]) -> bool:
@@ -111,10 +198,10 @@ class ReplyTable:
             channel = self._channels.get(number)
             expected = None if channel else self._replies.get(number)
             if expected is not None:
-                source = expected.waiting.pop(rank, None)
-                if source is None:
+                if not expected.answers.take(rank):
                     return False
-                self._tidy(number, expected, name_of(source[0]))
+                if not expected.answers:
+                    self._close(number, expected)
         if channel is not None:
             channel(rank, status, frames)
         elif expected is not None:
@@ -126,9 +213,7 @@ class ReplyTable:
         with self._lock:
             expected = self._replies.get(number)
             if expected is not None:
-                waiting, expected.waiting = expected.waiting, {}
-                for process, _ in waiting.values():
-                    self._tidy(number, expected, name_of(process))
+                self._close(number, expected)
 
     def lose(self, processes: Iterable[Address], why: Why, mesh: str | None = None, restarted: bool = False) -> None:
         """Give up answers of processes that ended, or of one actor mesh in them.
@@ -139,40 +224,42 @@ class ReplyTable:
         lost: list[tuple[OnLost, int, str]] = []
         with self._lock:
             for name in map(name_of, processes):
-                for number in list(self._by_process.get(name, ())):
-                    expected = self._replies[number]
-                    if restarted and expected.durable:
-                        continue
-                    for rank, (source, ref) in list(expected.waiting.items()):
-                        if name_of(source) == name and (mesh is None or (ref is not None and ref.mesh == mesh)):
-                            del expected.waiting[rank]
+                for key in (name, name.rpartition(".")[0]):
+                    for number in list(self._by_key.get(key, ())):
+                        expected = self._replies[number]
+                        if restarted and expected.durable:
+                            continue
+                        for rank, (source, ref) in expected.answers.lose(name, mesh):
                             reason = why(source, ref)
                             lost.append((expected.on_lost, rank, Restarted(reason) if restarted else reason))
-                    self._tidy(number, expected, name)
+                        if not expected.answers:
+                            self._close(number, expected)
         for on_lost, rank, reason in lost:
             on_lost(rank, reason)
 
-    def processes(self, gone: Callable[[Address], bool]) -> list[Address]:
+    def processes(self, gone: Callable[[Address], bool], host: str | None) -> list[Address]:
         """Return the processes that answers are expected from and that end with what is ``gone``: themselves, or who
         keeps them.
+
+        Args:
+            host: the host that is gone; None if it is a single process, whose own answers were given up before.
         """
         with self._lock:
-            return [
-                process
-                for expected in self._replies.values()
-                for process, _ in expected.waiting.values()
-                if gone(expected.keeper or process)
-            ]
+            found = []
+            for expected in self._replies.values():
+                if expected.keeper is not None:
+                    found += expected.answers.processes(None) if gone(expected.keeper) else []
+                elif host is not None:
+                    found += filter(gone, expected.answers.processes(host))
+        return found
 
-    def _tidy(self, number: int, expected: _Expected, name: str) -> None:
-        if not any(name_of(source) == name for source, _ in expected.waiting.values()):
-            numbers = self._by_process.get(name)
-            if numbers is not None:
-                numbers.discard(number)
-                if not numbers:
-                    del self._by_process[name]
-        if not expected.waiting:
-            self._replies.pop(number, None)
+    def _close(self, number: int, expected: _Expected) -> None:
+        del self._replies[number]
+        for key in expected.answers.keys:
+            numbers = self._by_key[key]
+            numbers.discard(number)
+            if not numbers:
+                del self._by_key[key]
 
 
 def name_of(process: Address) -> str:

@@ -19,8 +19,8 @@ from monarch_slurm.actor.keeper import Keeper
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.messages import ActorDown, Call, PortAddress, ProcsRestart
 from monarch_slurm.actor.owned import Notice, OwnedActors, OwnedMeshes, OwnedProcs
-from monarch_slurm.actor.replies import VALUE, CountDown, OnLost, OnReply, ReplyTable
-from monarch_slurm.actor.shape import Shape
+from monarch_slurm.actor.replies import VALUE, CountDown, OfMesh, OnLost, OnReply, ReplyTable
+from monarch_slurm.actor.shape import Shape, Slice
 from monarch_slurm.host.exits import HostDown, ProcDown
 from monarch_slurm.wire import AGENT, Address, Message, dumps
 from monarch_slurm.wire.pickling import Buffer
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CellFactory = Callable[["Runtime", Message], "Cell"]
+
+_MANY = 64
+"""Answers of a larger mesh are not noted down one by one."""
 
 _NO_SUCH_ACTOR = "this process has no such actor"
 
@@ -110,22 +113,30 @@ class Runtime:
         self,
         ref: ActorRef | None,
         layout: ProcLayout,
-        ranks: list[tuple[int, int]],
+        ranks: Slice | list[tuple[int, int]],
         on_reply: OnReply,
         on_lost: OnLost,
         durable: bool = False,
     ) -> PortAddress:
-        """Open a port for one answer from each of ``ranks`` (rank of the answer, base rank of the proc).
+        """Open a port for one answer from each of ``ranks``: the procs of a slice, or pairs of the rank of the answer
+        and the base rank of the proc.
 
         Ranks that are known to be dead are lost at once.
 
         Args:
             durable: an answer of a process that was started again will do.
         """
-        sources = {rank: (layout.address(base), ref) for rank, base in ranks}
-        number = self.replies.expect(sources, on_reply, on_lost, durable, layout.keeper)
+        if isinstance(ranks, Slice) and layout.keeper is None and len(ranks) > _MANY:
+            number = self.replies.expect(OfMesh(ref, layout, ranks), on_reply, on_lost, durable)
+            with self._lock:
+                ended = self._ends.among(layout, ref)
+        else:
+            pairs = enumerate(ranks) if isinstance(ranks, Slice) else ranks
+            sources = {rank: (layout.address(base), ref) for rank, base in pairs}
+            number = self.replies.expect(sources, on_reply, on_lost, durable, layout.keeper)
+            ended = [process for process, _ in sources.values()]
         # Whoever ends from here on is noticed; now look for those that ended before.
-        for process, _ in sources.values():
+        for process in ended:
             reason = self.why_down(process, ref, layout.keeper)
             if reason is not None:
                 self.replies.lose([process], lambda *_, reason=reason: reason, ref.mesh if ref else None)
@@ -239,13 +250,13 @@ class Runtime:
             text = self._ends.host(down)
             notices = self.owned.host_down(down)
         self._tell(notices)
-        self._gone(lambda process: process.host == down.host, text)
+        self._gone(lambda process: process.host == down.host, text, down.host)
         self.keeper.host_failed(down)
 
-    def _gone(self, gone: Callable[[Address], bool], why: str) -> None:
+    def _gone(self, gone: Callable[[Address], bool], why: str, host: str | None = None) -> None:
         """What was owned or kept by processes that are ``gone`` ends with them."""
         self.keeper.forget_owned_by(gone)
-        self.replies.lose(self.replies.processes(gone), lambda process, ref: whose(why, process, ref))
+        self.replies.lose(self.replies.processes(gone, host), lambda process, ref: whose(why, process, ref))
         for cell in list(self._cells.values()):
             if gone(cell.owner):
                 cell.end(f"its owner is gone: {why}", failed=False)

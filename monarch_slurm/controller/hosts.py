@@ -6,6 +6,7 @@ import atexit
 import os
 import stat
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -115,7 +116,9 @@ def gather_hosts(
             )
         left = _LOOK_SECONDS if deadline is None else min(_LOOK_SECONDS, max(0.0, deadline - time.monotonic()))
         with here.hosts_changed:
-            here.hosts_changed.wait_for(lambda: not _pick(names, here.joined)[1], left)
+            here.hosts_changed.wait_for(
+                lambda: len(here.joined) >= len(names) and not _pick(names, here.joined)[1], left
+            )
     hosts = tuple(info.host for info in found)
     return HostMesh(hosts, Shape(["hosts"], Slice.new_row_major([len(hosts)])), owned=True)
 
@@ -133,13 +136,13 @@ def host_addresses(mesh: HostMesh) -> list[str]:
 
 
 def _pick(names: Sequence[str], joined: Sequence[HostInfo]) -> tuple[list[HostInfo], list[str]]:
-    left = list(joined)
+    left: dict[str, deque[HostInfo]] = {}
+    for info in joined:
+        left.setdefault(info.name, deque()).append(info)
     found, missing = [], []
     for name in names:
-        match = next((info for info in left if info.name == name), None)
-        if match is None:
-            missing.append(name)
+        if left.get(name):
+            found.append(left[name].popleft())
         else:
-            left.remove(match)
-            found.append(match)
+            missing.append(name)
     return found, missing

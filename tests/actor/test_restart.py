@@ -480,4 +480,4 @@ def _no_port_is_left() -> Iterator[None]:
     """Whatever was waited for has ended."""
     yield
     replies = context().actor_instance.runtime.replies
-    wait_until(lambda: not replies._by_process, f"no call to wait any more: {replies._replies}")
+    wait_until(lambda: not replies._by_key, f"no call to wait any more: {replies._replies}")
