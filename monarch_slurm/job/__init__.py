@@ -9,6 +9,7 @@
 - `status`, `follow`, `diagnosis`: what became of it
 - `allocation`, `address`, `nodelist`: the allocation around this process
 - `commands`, `bash_actor`, `host_shell`, `port_forwarder`: commands, terminals and tunnels on a job's hosts
+- `service_ids`: workers that are known by an id
 - `current`: the job that commands in a folder are about
 - `folder`, `processes`: what a job keeps on disk and runs on a machine
 """
@@ -51,6 +52,14 @@ if TYPE_CHECKING:
     from monarch_slurm.job.commands import exec_command
     from monarch_slurm.job.host_shell import shell
     from monarch_slurm.job.port_forwarder import PortForwarder
+    from monarch_slurm.job.service_ids import (
+        deserialize_service_proc_ids,
+        new_service_proc_id,
+        ranked_service_proc_id_from_env,
+        serialize_service_proc_ids,
+        service_proc_addr,
+        service_proc_addrs,
+    )
 
 __all__ = [
     "DEFAULT_JOB_PATH",
@@ -85,6 +94,7 @@ __all__ = [
     "SlurmUnreachableError",
     "SubmitError",
     "TelemetryConfig",
+    "deserialize_service_proc_ids",
     "exec_command",
     "find_address",
     "follow",
@@ -92,6 +102,11 @@ __all__ = [
     "job_load",
     "job_loads",
     "load_current_job",
+    "new_service_proc_id",
+    "ranked_service_proc_id_from_env",
+    "serialize_service_proc_ids",
+    "service_proc_addr",
+    "service_proc_addrs",
     "set_current_job",
     "shell",
 ]
@@ -99,7 +114,13 @@ __all__ = [
 _WITH_ACTORS = {
     "BashActor": "bash_actor",
     "PortForwarder": "port_forwarder",
+    "deserialize_service_proc_ids": "service_ids",
     "exec_command": "commands",
+    "new_service_proc_id": "service_ids",
+    "ranked_service_proc_id_from_env": "service_ids",
+    "serialize_service_proc_ids": "service_ids",
+    "service_proc_addr": "service_ids",
+    "service_proc_addrs": "service_ids",
     "shell": "host_shell",
 }
 """Names whose modules define actors: imported when they are asked for, since the command line has no use for them."""

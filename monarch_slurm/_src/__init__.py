@@ -1,0 +1,1 @@
+"""Import paths of Monarch that its programs use although they are private. Everything here has its home elsewhere."""
