@@ -1,9 +1,11 @@
 """How fast buffers move, beside the plain tool for the same work in the same run: memcpy, iperf3, ib_write_bw.
 
-    python bench/rdma.py [host] [tcp] [verbs] [--json FILE]
+    python bench/rdma.py [host] [tcp] [verbs] [gpu] [--json FILE]
 
 ``host``: ``read_into`` between two processes of this machine, against memcpy of as many bytes in one thread.
 ``tcp``: the TCP engine over loopback against ``iperf3`` with as many streams.
+``gpu``: ``read_into`` between the memory of two GPUs (of one, if there is one) that two processes own, against torch's
+copy between the two in one process.
 ``verbs``: run it where there is an RDMA device; 16 MiB writes against
 ``ib_write_bw``. Every figure is the median of its runs, with the spread; the two sides take turns.
 """
@@ -57,6 +59,42 @@ class Peer(Actor):
             ours.append(timed(move))
             plain.append(timed(lambda: ctypes.memmove(addresses[1], addresses[0], nbytes)))
         return ours, plain, recent_transfers()[-1].backend
+
+
+class GpuPeer(Actor):
+    """Owns memory of a GPU, or reads that of another."""
+
+    def __init__(self, device: int) -> None:
+        import torch
+
+        self.torch = torch
+        torch.cuda.set_device(device)
+        self.kept: Any = None
+
+    @endpoint
+    def make(self, nbytes: int) -> RDMABuffer:
+        self.kept = self.torch.ones(nbytes, dtype=self.torch.uint8, device="cuda")
+        self.torch.cuda.synchronize()
+        return RDMABuffer(self.kept)
+
+    @endpoint
+    def copy(self, buffer: RDMABuffer, owner: int, runs: int) -> tuple[list[float], list[float], str]:
+        """As `Peer.copy`; the plain copy is between memory of this process on the owner's device and on this one's."""
+        torch = self.torch
+        target = torch.zeros(buffer.size(), dtype=torch.uint8, device="cuda")
+        source = torch.ones(buffer.size(), dtype=torch.uint8, device=f"cuda:{owner}")
+
+        def plain() -> None:
+            target.copy_(source)
+            torch.cuda.synchronize()
+
+        ours, theirs = [], []
+        for function in (lambda: buffer.read_into(target).get(), plain):
+            function()
+        for _ in range(runs):
+            ours.append(timed(lambda: buffer.read_into(target).get()))
+            theirs.append(timed(plain))
+        return ours, theirs, recent_transfers()[-1].backend
 
 
 def timed(function: Callable[[], Any]) -> float:
@@ -117,6 +155,21 @@ def tcp(runs: int) -> list[dict[str, Any]]:
     return [row("read_into, tcp", size, ours, plain, f"iperf3 -P {streams}")]
 
 
+def gpu(runs: int) -> list[dict[str, Any]]:
+    from monarch_slurm.gpu import gpu_devices
+
+    last = len(gpu_devices()) - 1
+    procs = this_host().spawn_procs(per_host={"procs": 2})
+    owner = procs.slice(procs=0).spawn("owner", GpuPeer, 0)
+    user = procs.slice(procs=1).spawn("user", GpuPeer, last)
+    rows = []
+    for size in (MIB, 64 * MIB, 1024 * MIB):
+        buffer = owner.make.call_one(size).get()
+        ours, plain, backend = user.copy.call_one(buffer, 0, runs).get()
+        rows.append(row(f"read_into, {backend}, GPU 0 to {last}", size, ours, plain, "torch copy_"))
+    return rows
+
+
 def verbs(runs: int) -> list[dict[str, Any]]:
     size = 16 * MIB
     device = os.environ.get("RDMA_DEV", "")
@@ -141,13 +194,13 @@ def verbs(runs: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", default=["host", "tcp"], choices=["host", "tcp", "verbs"])
+    parser.add_argument("what", nargs="*", default=["host", "tcp"], choices=["host", "tcp", "gpu", "verbs"])
     parser.add_argument("--runs", type=int, default=7, help="of each figure")
     parser.add_argument("--json", help="write the figures to this file, too")
     arguments = parser.parse_args()
     rows = []
     for what in arguments.what:
-        rows += {"host": host, "tcp": tcp, "verbs": verbs}[what](arguments.runs)
+        rows += {"host": host, "tcp": tcp, "gpu": gpu, "verbs": verbs}[what](arguments.runs)
     names = list(rows[0])
     widths = [max(len(name), *(len(str(line[name])) for line in rows)) for name in names]
     for cells in [names, *([str(line[name]) for name in names] for line in rows)]:

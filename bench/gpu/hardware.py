@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,14 @@ def reductions(rank: int, size: int, pipe: Pipe) -> str:
     cases = import_module("cases")
     comm = join(rank, size, pipe)
     text = f"{cases.check_reductions(comm)} equal the float64 reference"
+    comm.close()
+    return text
+
+
+def float8(rank: int, size: int, pipe: Pipe) -> str:
+    cases = import_module("cases")
+    comm = join(rank, size, pipe)
+    text = f"{cases.check_reductions(comm, cases.FLOAT8)} within the rounding of float8"
     comm.close()
     return text
 
@@ -198,6 +207,33 @@ def fsdp2(rank: int, size: int, _pipe: Pipe) -> str:
     return _same_training(rank, size, sharded=True)
 
 
+def dtensor(rank: int, size: int, _pipe: Pipe) -> str:
+    """A two-layer block with its weights sharded by columns and rows, against the same block on one GPU."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    import_module("monarch_slurm.collectives.c10d")
+    store = Path(tempfile.gettempdir()) / f"hardware-{os.getppid()}-dtensor"
+    dist.init_process_group("cpu:gloo,cuda:monarch", init_method=f"file://{store}", rank=rank, world_size=size)
+    torch.manual_seed(0)
+    block = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).cuda().double()
+    x = torch.randn(8, 64, device="cuda", dtype=torch.float64)
+    want = block(x)
+    want.sum().backward()
+    gradient = block[0].weight.grad.clone()
+    block.zero_grad()
+    mesh = init_device_mesh("cuda", (size,))
+    parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    got = block(x)
+    got.sum().backward()
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(block[0].weight.grad.full_tensor(), gradient)
+    dist.destroy_process_group()
+    store.unlink(missing_ok=True)
+    return "a tensor-parallel block and its gradient equal those on one GPU in float64"
+
+
 def c10d_ops(rank: int, size: int, _pipe: Pipe) -> str:
     """What DDP and FSDP2 do not use: lists, gather, scatter, all_to_all, sends in a batch, new groups, barrier."""
     import torch.distributed as dist
@@ -247,13 +283,18 @@ CHECKS: list[Callable[[int, int, Pipe], str]] = [
     facts,
     memory,
     reductions,
+    float8,
     moves,
     graph,
     abort,
     ddp,
     fsdp2,
+    dtensor,
     c10d_ops,
 ]
+
+
+MESH_CHECKS = ["killed_rank", "replaced_rank", "killed_rank_distributed", "buffers"]
 
 
 def rank_main(check: Callable[[int, int, Pipe], str], rank: int, size: int, pipe: Any, fd: int) -> None:
@@ -300,21 +341,37 @@ def run(check: Callable[[int, int, Pipe], str], size: int) -> tuple[bool, str]:
     return ok, str(results[0] if ok else "; ".join(map(str, results)))
 
 
+def run_on_a_mesh(check: str, size: int) -> tuple[bool, str]:
+    """Run a check of `meshes`: a program with actors, in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=import_module("meshes").main, args=(check, size, theirs))
+    process.start()
+    told = multiprocessing.connection.wait([ours, process.sentinel], DEADLINE_S)
+    ok, text = ours.recv() if ours in told else (False, "ended without an answer" if told else "no answer")
+    process.join(10)
+    process.kill()  # its procs end with it
+    return ok, text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--only", nargs="*", help="names of checks")
     arguments = parser.parse_args()
     build_native(["_native", "_c10d"])
     size = arguments.gpus or len(gpu_devices())
     rows = []
-    for check in CHECKS:
+    every = [*((check.__name__, partial(run, check)) for check in CHECKS)]
+    every += [(name, partial(run_on_a_mesh, name)) for name in MESH_CHECKS]
+    for name, check in every:
+        if arguments.only and name not in arguments.only:
+            continue
         begin = time.monotonic()
-        ok, text = run(check, size)
-        rows.append(
-            {"check": check.__name__, "gpus": size, "ok": ok, "seconds": time.monotonic() - begin, "what": text}
-        )
-        print(f"{check.__name__:<12} {'ok' if ok else 'FAILED':<7} {rows[-1]['seconds']:6.1f} s  {text}", flush=True)
+        ok, text = check(size)
+        rows.append({"check": name, "gpus": size, "ok": ok, "seconds": time.monotonic() - begin, "what": text})
+        print(f"{name:<23} {'ok' if ok else 'FAILED':<6} {rows[-1]['seconds']:5.1f} s  {text}", flush=True)
     print(f"platform {gpu_platform()}, {size} GPUs, torch {torch.__version__}")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
