@@ -77,13 +77,13 @@ class GpuMemory:
     def read(self, size_bytes: int, offset_bytes: int = 0) -> bytes:
         """Copy bytes to the host."""
         self._check_range(size_bytes, offset_bytes)
-        data: bytes = gpu_runtime().read(self.address + offset_bytes, size_bytes)
+        data: bytes = gpu_runtime().read(self.device, self.address + offset_bytes, size_bytes)
         return data
 
     def write(self, data: bytes, offset_bytes: int = 0) -> None:
         """Copy bytes to the device."""
         self._check_range(len(data), offset_bytes)
-        gpu_runtime().write(self.address + offset_bytes, data)
+        gpu_runtime().write(self.device, self.address + offset_bytes, data)
 
     def close(self) -> None:
         """Unmap and release the memory now; nothing may use it any more."""
@@ -107,14 +107,15 @@ class GpuMemory:
         return f"GpuMemory(device={self.device}, address={self.address:#x}, size_bytes={self.size_bytes})"
 
 
-def export_dmabuf(address: int, size_bytes: int) -> Dmabuf:
+def export_dmabuf(address: int, size_bytes: int, device: int = 0) -> Dmabuf:
     """Export device memory as a dmabuf, such as a NIC can register.
 
     Args:
         address: any device address; it need not be aligned.
         size_bytes: size of the range.
+        device: index of the device whose memory it is.
 
     Raises:
         MonarchSlurmError: the runtime cannot export (too old, or the kernel lacks support).
     """
-    return Dmabuf(*gpu_runtime().export_dmabuf(address, size_bytes))
+    return Dmabuf(*gpu_runtime().export_dmabuf(device, address, size_bytes))

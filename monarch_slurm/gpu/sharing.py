@@ -39,14 +39,16 @@ class Allocation:
     Args:
         address: of its first byte.
         size_bytes: its size.
+        device: index of the device whose memory it is.
     """
 
     address: int
     size_bytes: int
+    device: int = 0
 
 
-def allocations_of(address: int, size_bytes: int) -> list[Allocation]:
-    """Return the allocations that hold a range of device memory, in the order of their addresses.
+def allocations_of(address: int, size_bytes: int, device: int = 0) -> list[Allocation]:
+    """Return the allocations that hold a range of a device's memory, in the order of their addresses.
 
     Raises:
         MonarchSlurmError: part of the range is no memory of a device.
@@ -55,7 +57,7 @@ def allocations_of(address: int, size_bytes: int) -> list[Allocation]:
     found = []
     at = address
     while at < address + size_bytes:
-        found.append(Allocation(*runtime.range_of(at)))
+        found.append(Allocation(*runtime.range_of(device, at), device))
         at = found[-1].address + found[-1].size_bytes
     return found
 
@@ -71,11 +73,11 @@ def exported(allocations: list[Allocation]) -> Iterator[tuple[str | None, list[i
     fds: list[int] = []
     try:
         try:
-            fds += [runtime.export_allocation(each.address) for each in allocations]
+            fds += [runtime.export_allocation(each.device, each.address) for each in allocations]
         except native().GpuError:  # plain memory: the driver knows no mapped allocation there
             if len(allocations) > 1:
                 raise
-            yield runtime.ipc_handle(allocations[0].address).hex(), []
+            yield runtime.ipc_handle(allocations[0].device, allocations[0].address).hex(), []
         else:
             yield None, fds
     finally:
@@ -184,7 +186,7 @@ def send_tensor(sock: socket.socket, tensor: torch.Tensor) -> None:
             f"a contiguous GPU tensor with elements is needed, not one of shape {tuple(tensor.shape)} on "
             f"{tensor.device} with strides {tensor.stride()}"
         )
-    allocations = allocations_of(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    allocations = allocations_of(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor.get_device())
     message = {
         "kind": "tensor",
         "dtype": str(tensor.dtype).removeprefix("torch."),

@@ -94,7 +94,7 @@ class GpuExports:
         start, nbytes = stager.bytes.data_ptr(), entry.memory.nbytes
         pieces = []
         try:
-            for allocation in allocations_of(start, nbytes):
+            for allocation in allocations_of(start, nbytes, max(0, stager.bytes.get_device())):
                 number = self._number(allocation, entry.key, home)
                 if number not in known:
                     with exported([allocation]) as (ipc, fds):

@@ -28,9 +28,11 @@ SAME(device_count, cuDeviceGetCount, hipGetDeviceCount);
 SAME(error_string, cuGetErrorString, hipDrvGetErrorString);
 #if defined(MONARCH_PLATFORM_ROCM)
 static_assert(SameAbi<decltype(Table::set_device), decltype(&hipSetDevice)>::value, "set_device");
+static_assert(SameAbi<decltype(Table::get_device), decltype(&hipGetDevice)>::value, "get_device");
 #else
 static_assert(SameAbi<decltype(Table::retain_primary), decltype(&cuDevicePrimaryCtxRetain)>::value, "retain_primary");
 static_assert(SameAbi<decltype(Table::set_current), decltype(&cuCtxSetCurrent)>::value, "set_current");
+static_assert(SameAbi<decltype(Table::get_current), decltype(&cuCtxGetCurrent)>::value, "get_current");
 #endif
 SAME(synchronize, cuCtxSynchronize, hipDeviceSynchronize);
 #if defined(MONARCH_PLATFORM_ROCM)  // hipMalloc is overloaded by a template in C++

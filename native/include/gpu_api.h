@@ -60,9 +60,11 @@ struct Table {
   Result (*error_string)(Result result, const char** text);  // may be null
 #if defined(MONARCH_PLATFORM_ROCM)
   Result (*set_device)(int device);
+  Result (*get_device)(int* device);
 #else
   Result (*retain_primary)(void** context, int device);
   Result (*set_current)(void* context);
+  Result (*get_current)(void** context);
 #endif
   Result (*synchronize)();
   Result (*alloc)(Address* address, std::size_t bytes);

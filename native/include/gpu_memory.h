@@ -50,13 +50,12 @@ class Runtime {
   Runtime(const std::vector<std::string>& candidates, std::vector<std::string> hsa_candidates);
 
   int device_count() const;
-  void use_device(int device) const;
   void check(Result result, const char* call) const;
   std::string describe(Result result) const;
   std::size_t granularity_bytes(int device) const;
-  Dmabuf export_dmabuf(Address address, std::size_t bytes) const;
-  // The allocation that holds an address: its base and size.
-  std::pair<Address, std::size_t> range_of(Address address) const;
+  Dmabuf export_dmabuf(int device, Address address, std::size_t bytes) const;
+  // The allocation of `device` that holds an address: its base and size.
+  std::pair<Address, std::size_t> range_of(int device, Address address) const;
   const Table& table() const noexcept { return table_; }
   const std::string& path() const noexcept { return library_.path(); }
 
@@ -64,6 +63,24 @@ class Runtime {
   Library library_;
   std::vector<std::string> hsa_candidates_;
   Table table_{};
+};
+
+// Makes a device the calling thread's current one, and gives it back its own in the end. CUDA calls fail on a thread
+// that has none, and a caller of ours must not find another device current than before.
+class OnDevice {
+ public:
+  OnDevice(const Runtime& runtime, int device);
+  ~OnDevice();
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  const Table& table_;
+#if defined(MONARCH_PLATFORM_ROCM)
+  int before_ = 0;
+#else
+  void* before_ = nullptr;
+#endif
 };
 
 // Physical memory of one device, one or more allocations at successive addresses, mapped and readable and writable
@@ -112,10 +129,11 @@ class IpcMapping {
 
  private:
   std::shared_ptr<Runtime> runtime_;
+  int device_;
   Address address_ = 0;
 };
 
 // The descriptor of the VMM allocation that holds an address; Error when it is plain memory (use its IPC handle).
-Fd export_allocation(const Runtime& runtime, Address address);
+Fd export_allocation(const Runtime& runtime, int device, Address address);
 
 }  // namespace monarch::gpu

@@ -29,7 +29,7 @@ Mapping::Mapping(std::shared_ptr<Runtime> runtime, int device) : runtime_(std::m
 
 std::unique_ptr<Mapping> Mapping::create(std::shared_ptr<Runtime> runtime, int device, std::size_t bytes) {
   if (bytes == 0) throw Error("an allocation of 0 bytes cannot be mapped; ask for at least 1");
-  runtime->use_device(device);
+  const OnDevice here(*runtime, device);
   const std::size_t granularity = runtime->granularity_bytes(device);
   const std::size_t whole = (bytes + granularity - 1) / granularity * granularity;
   std::unique_ptr<Mapping> mapping(new Mapping(std::move(runtime), device));
@@ -52,7 +52,7 @@ std::unique_ptr<Mapping> Mapping::import(std::shared_ptr<Runtime> runtime, int d
   if (fds.empty() || fds.size() != sizes.size()) {
     throw Error("to map exported memory, one size for each of at least one descriptor is needed");
   }
-  runtime->use_device(device);
+  const OnDevice here(*runtime, device);
   std::unique_ptr<Mapping> mapping(new Mapping(std::move(runtime), device));
   const Runtime& rt = *mapping->runtime_;
   for (std::size_t i = 0; i < fds.size(); ++i) {
@@ -99,14 +99,21 @@ Fd Mapping::export_fd() const {
 }
 
 IpcMapping::IpcMapping(std::shared_ptr<Runtime> runtime, int device, const IpcHandle& handle)
-    : runtime_(std::move(runtime)) {
-  runtime_->use_device(device);
+    : runtime_(std::move(runtime)), device_(device) {
+  const OnDevice here(*runtime_, device_);
   runtime_->check(runtime_->table().ipc_open(&address_, handle, kLazyPeer), "IpcOpenMemHandle");
 }
 
-IpcMapping::~IpcMapping() { runtime_->table().ipc_close(address_); }
+IpcMapping::~IpcMapping() {
+  try {
+    const OnDevice here(*runtime_, device_);
+    runtime_->table().ipc_close(address_);
+  } catch (const Error&) {  // the device is gone, and its memory with it
+  }
+}
 
-Fd export_allocation(const Runtime& runtime, Address address) {
+Fd export_allocation(const Runtime& runtime, int device, Address address) {
+  const OnDevice here(runtime, device);
   const Table& table = runtime.table();
   Handle handle = 0;
   runtime.check(table.retain_handle(&handle, address), "MemRetainAllocationHandle");

@@ -34,9 +34,11 @@ void fill(const Library& library, Table& table) {
   library.find(table.error_string, MONARCH_GPU_SYMBOL("cuGetErrorString", "hipDrvGetErrorString"));
 #if defined(MONARCH_PLATFORM_ROCM)
   library.require(table.set_device, "hipSetDevice");
+  library.require(table.get_device, "hipGetDevice");
 #else
   library.require(table.retain_primary, "cuDevicePrimaryCtxRetain");
   library.require(table.set_current, "cuCtxSetCurrent");
+  library.require(table.get_current, "cuCtxGetCurrent");
 #endif
   library.require(table.synchronize, MONARCH_GPU_SYMBOL("cuCtxSynchronize", "hipDeviceSynchronize"));
   library.require(table.alloc, MONARCH_GPU_SYMBOL("cuMemAlloc_v2", "hipMalloc"));
@@ -95,26 +97,38 @@ int Runtime::device_count() const {
   return count;
 }
 
-void Runtime::use_device(int device) const {
+OnDevice::OnDevice(const Runtime& runtime, int device) : table_(runtime.table()) {
 #if defined(MONARCH_PLATFORM_ROCM)
-  check(table_.set_device(device), "SetDevice");
+  runtime.check(table_.get_device(&before_), "GetDevice");
+  runtime.check(table_.set_device(device), "SetDevice");
 #else
   // The primary context is the one that torch uses; it is retained for the life of the process on purpose.
   void* context = nullptr;
-  check(table_.retain_primary(&context, device), "DevicePrimaryCtxRetain");
-  check(table_.set_current(context), "CtxSetCurrent");
+  runtime.check(table_.retain_primary(&context, device), "DevicePrimaryCtxRetain");
+  runtime.check(table_.get_current(&before_), "CtxGetCurrent");
+  runtime.check(table_.set_current(context), "CtxSetCurrent");
 #endif
 }
 
-std::pair<Address, std::size_t> Runtime::range_of(Address address) const {
+OnDevice::~OnDevice() {
+#if defined(MONARCH_PLATFORM_ROCM)
+  table_.set_device(before_);
+#else
+  table_.set_current(before_);
+#endif
+}
+
+std::pair<Address, std::size_t> Runtime::range_of(int device, Address address) const {
+  const OnDevice here(*this, device);
   Address base = 0;
   std::size_t bytes = 0;
   check(table_.address_range(&base, &bytes, address), "MemGetAddressRange");
   return {base, bytes};
 }
 
-Dmabuf Runtime::export_dmabuf(Address address, std::size_t bytes) const {
+Dmabuf Runtime::export_dmabuf(int device, Address address, std::size_t bytes) const {
   if (bytes == 0) throw Error("export_dmabuf: a range of 0 bytes has no dmabuf");
+  const OnDevice here(*this, device);
   // The driver wants whole pages of the host; the caller gets what lies before its buffer as an offset.
   const auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
   const Address start = address / page * page;

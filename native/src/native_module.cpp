@@ -31,36 +31,43 @@ void bind_gpu(py::module_& m) {
       .def(py::init<const std::vector<std::string>&, std::vector<std::string>>())
       .def_property_readonly("path", &gpu::Runtime::path)
       .def("device_count", &gpu::Runtime::device_count)
-      .def("use_device", &gpu::Runtime::use_device)
       .def("granularity_bytes", &gpu::Runtime::granularity_bytes)
-      .def(
-          "synchronize", [](gpu::Runtime& rt) { rt.check(rt.table().synchronize(), "Synchronize"); }, NoGil())
       .def("range_of", &gpu::Runtime::range_of)
       .def("alloc",
-           [](gpu::Runtime& rt, std::size_t bytes) {
+           [](gpu::Runtime& rt, int device, std::size_t bytes) {
+             const gpu::OnDevice here(rt, device);
              gpu::Address address = 0;
              rt.check(rt.table().alloc(&address, bytes), "MemAlloc");
              return address;
            })
-      .def("free", [](gpu::Runtime& rt, gpu::Address address) { rt.check(rt.table().free(address), "MemFree"); })
+      .def("free",
+           [](gpu::Runtime& rt, int device, gpu::Address address) {
+             const gpu::OnDevice here(rt, device);
+             rt.check(rt.table().free(address), "MemFree");
+           })
       .def("read",
-           [](gpu::Runtime& rt, gpu::Address address, std::size_t bytes) {
+           [](gpu::Runtime& rt, int device, gpu::Address address, std::size_t bytes) {
+             const gpu::OnDevice here(rt, device);
              std::string host(bytes, '\0');
              rt.check(rt.table().copy_to_host(host.data(), address, bytes), "MemcpyDtoH");
              return py::bytes(host);
            })
       .def("write",
-           [](gpu::Runtime& rt, gpu::Address address, const std::string& data) {
+           [](gpu::Runtime& rt, int device, gpu::Address address, const std::string& data) {
+             const gpu::OnDevice here(rt, device);
              rt.check(rt.table().copy_to_device(address, data.data(), data.size()), "MemcpyHtoD");
            })
       .def("export_dmabuf",
-           [](gpu::Runtime& rt, gpu::Address address, std::size_t bytes) {
-             gpu::Dmabuf made = rt.export_dmabuf(address, bytes);
+           [](gpu::Runtime& rt, int device, gpu::Address address, std::size_t bytes) {
+             gpu::Dmabuf made = rt.export_dmabuf(device, address, bytes);
              return py::make_tuple(made.fd.release(), made.offset_bytes, made.length_bytes);
            })
       .def("export_allocation",
-           [](gpu::Runtime& rt, gpu::Address address) { return gpu::export_allocation(rt, address).release(); })
-      .def("ipc_handle", [](gpu::Runtime& rt, gpu::Address address) {
+           [](gpu::Runtime& rt, int device, gpu::Address address) {
+             return gpu::export_allocation(rt, device, address).release();
+           })
+      .def("ipc_handle", [](gpu::Runtime& rt, int device, gpu::Address address) {
+        const gpu::OnDevice here(rt, device);
         gpu::IpcHandle handle{};
         rt.check(rt.table().ipc_get(&handle, address), "IpcGetMemHandle");
         return py::bytes(reinterpret_cast<const char*>(handle.bytes), sizeof handle.bytes);

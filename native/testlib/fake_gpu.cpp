@@ -15,7 +15,7 @@ using namespace monarch::gpu;
 namespace {
 
 constexpr std::size_t kGranularity = 2u << 20;
-constexpr Result kInvalid = 1;
+constexpr Result kInvalid = 1, kNoContext = 201;
 
 struct State {
   std::mutex mutex;
@@ -28,13 +28,25 @@ State& state() {
   return instance;
 }
 
+#if defined(MONARCH_PLATFORM_ROCM)
+thread_local int current = 0;  // HIP has device 0 current on every new thread
+bool is_ready() { return true; }
+#else
+thread_local void* current = nullptr;  // CUDA's driver has none
+bool is_ready() { return current != nullptr; }
+#endif
+
 }  // namespace
+
+// What a call of the driver's says first of all.
+#define NEEDS_CONTEXT \
+  if (!is_ready()) return kNoContext
 
 #define FAKE(cuda, hip) extern "C" Result MONARCH_GPU_SYMBOL(cuda, hip)
 
 FAKE(cuInit, hipInit)(unsigned) { return std::getenv("FAKE_GPU_NO_DEVICE") != nullptr ? 100 : 0; }
 FAKE(cuDeviceGetCount, hipGetDeviceCount)(int* count) {
-  *count = 1;
+  *count = 2;
   return 0;
 }
 FAKE(cuGetErrorString, hipDrvGetErrorString)(Result result, const char** text) {
@@ -42,16 +54,25 @@ FAKE(cuGetErrorString, hipDrvGetErrorString)(Result result, const char** text) {
   return 0;
 }
 #if defined(MONARCH_PLATFORM_ROCM)
-extern "C" Result hipSetDevice(int device) { return device == 0 ? 0 : 101; }
+extern "C" Result hipSetDevice(int device) {
+  if (device != 0 && device != 1) return 101;
+  current = device;
+  return 0;
+}
+extern "C" Result hipGetDevice(int* device) { return *device = current, 0; }
 #else
 extern "C" Result cuDevicePrimaryCtxRetain(void** context, int device) {
-  *context = &state();
-  return device == 0 ? 0 : 101;
+  static int devices[2];
+  if (device != 0 && device != 1) return 101;
+  *context = &devices[device];
+  return 0;
 }
-extern "C" Result cuCtxSetCurrent(void*) { return 0; }
+extern "C" Result cuCtxSetCurrent(void* context) { return current = context, 0; }
+extern "C" Result cuCtxGetCurrent(void** context) { return *context = current, 0; }
 #endif
-FAKE(cuCtxSynchronize, hipDeviceSynchronize)() { return 0; }
+FAKE(cuCtxSynchronize, hipDeviceSynchronize)() { return is_ready() ? 0 : kNoContext; }
 FAKE(cuMemAlloc_v2, hipMalloc)(Address* address, std::size_t bytes) {
+  NEEDS_CONTEXT;
   void* memory = std::malloc(bytes);
   *address = reinterpret_cast<Address>(memory);
   const std::lock_guard<std::mutex> lock(state().mutex);
@@ -59,16 +80,19 @@ FAKE(cuMemAlloc_v2, hipMalloc)(Address* address, std::size_t bytes) {
   return 0;
 }
 FAKE(cuMemFree_v2, hipFree)(Address address) {
+  NEEDS_CONTEXT;
   const std::lock_guard<std::mutex> lock(state().mutex);
   if (state().ranges.erase(address) == 0) return kInvalid;
   std::free(reinterpret_cast<void*>(address));
   return 0;
 }
 FAKE(cuMemcpyDtoH_v2, hipMemcpyDtoH)(void* host, Address device, std::size_t bytes) {
+  NEEDS_CONTEXT;
   std::memcpy(host, reinterpret_cast<void*>(device), bytes);
   return 0;
 }
 FAKE(cuMemcpyHtoD_v2, hipMemcpyHtoD)(Address device, const void* host, std::size_t bytes) {
+  NEEDS_CONTEXT;
   std::memcpy(reinterpret_cast<void*>(device), host, bytes);
   return 0;
 }
@@ -130,6 +154,7 @@ FAKE(cuMemRetainAllocationHandle, hipMemRetainAllocationHandle)(Handle* handle, 
   return 0;
 }
 FAKE(cuMemGetAddressRange_v2, hipMemGetAddressRange)(Address* base, std::size_t* bytes, Address address) {
+  NEEDS_CONTEXT;
   const std::lock_guard<std::mutex> lock(state().mutex);
   for (const auto& [start, length] : state().ranges) {
     if (address < start || address >= start + length) continue;
@@ -141,16 +166,19 @@ FAKE(cuMemGetAddressRange_v2, hipMemGetAddressRange)(Address* base, std::size_t*
 }
 FAKE(cuMemGetHandleForAddressRange, hipMemGetHandleForAddressRange)(void* fd, Address address, std::size_t bytes,
                                                                     int type, unsigned long long) {
+  NEEDS_CONTEXT;
   if (address % 4096 != 0 || bytes % 4096 != 0 || type != kDmabufFd) return kInvalid;
   *static_cast<int*>(fd) = memfd_create("fake-dmabuf", MFD_CLOEXEC);
   return 0;
 }
 FAKE(cuIpcGetMemHandle, hipIpcGetMemHandle)(IpcHandle* handle, Address address) {
+  NEEDS_CONTEXT;
   std::memcpy(handle->bytes, &address, sizeof address);
   return 0;
 }
 FAKE(cuIpcOpenMemHandle_v2, hipIpcOpenMemHandle)(Address* address, IpcHandle handle, unsigned) {
+  NEEDS_CONTEXT;
   std::memcpy(address, handle.bytes, sizeof *address);
   return 0;
 }
-FAKE(cuIpcCloseMemHandle, hipIpcCloseMemHandle)(Address) { return 0; }
+FAKE(cuIpcCloseMemHandle, hipIpcCloseMemHandle)(Address) { return is_ready() ? 0 : kNoContext; }

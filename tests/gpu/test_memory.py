@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -61,7 +63,7 @@ def test_both_processes_see_one_memory() -> None:
 def _write_across_the_seam(sock: socket.socket) -> None:
     message, fds = receive_fds(sock)
     mapping = sharing.map_exported(0, None, fds, message["sizes"])
-    libraries.gpu_runtime().write(mapping.address + message["sizes"][0] - 3, b"seam")
+    libraries.gpu_runtime().write(0, mapping.address + message["sizes"][0] - 3, b"seam")
     sock.sendall(b"!")
 
 
@@ -93,11 +95,40 @@ def test_memory_of_several_allocations() -> None:
 @pytest.mark.usefixtures("fake")
 def test_plain_memory_has_an_ipc_handle() -> None:
     runtime = libraries.gpu_runtime()
-    address = runtime.alloc(1000)
+    address = runtime.alloc(0, 1000)
     with sharing.exported(sharing.allocations_of(address + 100, 10)) as (ipc, fds):
         assert fds == []
         assert sharing.map_exported(0, ipc, [], [1000]).address == address
-    runtime.free(address)
+    runtime.free(0, address)
+
+
+@pytest.mark.usefixtures("fake")
+def test_any_thread_and_no_side_effect_on_its_device() -> None:
+    """CUDA's driver has no device on a new thread; a caller's current device is as it was."""
+    library = ctypes.CDLL(os.environ["MONARCH_SLURM_GPU_LIBRARY"])
+
+    def current() -> int:
+        value = ctypes.c_void_p()
+        name = "cuCtxGetCurrent" if "cuda" in library._name else "hipGetDevice"
+        getattr(library, name)(ctypes.byref(value))
+        return value.value or 0
+
+    def use() -> tuple[int, int]:
+        before = current()
+        memory = GpuMemory.allocate(1, device=1)
+        memory.write(b"abc")
+        assert memory.read(3) == b"abc"
+        os.close(export_dmabuf(memory.address, 3, device=1).fd)
+        with sharing.exported(sharing.allocations_of(memory.address, 3, device=1)) as (_, fds):
+            sharing.map_exported(1, None, fds, [memory.size_bytes])
+        address = libraries.gpu_runtime().alloc(1, 100)
+        with sharing.exported(sharing.allocations_of(address, 3, device=1)) as (ipc, _):
+            sharing.map_exported(1, ipc, [], [100])
+        libraries.gpu_runtime().free(1, address)
+        return before, current()
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(use).result() == (0, 0)
 
 
 @pytest.mark.usefixtures("fake")
