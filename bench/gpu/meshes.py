@@ -146,7 +146,8 @@ class Holder(Actor):
     """Owns GPU memory, or reads and writes that of another."""
 
     def __init__(self, device: int, expandable: bool) -> None:
-        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
+        change = getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)
+        change(f"expandable_segments:{expandable}")
         torch.cuda.set_device(device)
         self.kept: list[torch.Tensor] = []
 

@@ -57,7 +57,8 @@ def allocations_of(address: int, size_bytes: int, device: int = 0) -> list[Alloc
     found = []
     at = address
     while at < address + size_bytes:
-        found.append(Allocation(*runtime.range_of(device, at), device))
+        base, size = runtime.range_of(device, at)
+        found.append(Allocation(base, size, device))
         at = found[-1].address + found[-1].size_bytes
     return found
 
