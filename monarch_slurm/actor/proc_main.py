@@ -6,8 +6,7 @@ import faulthandler
 import logging
 import signal
 import sys
-
-import zmq
+from pathlib import Path
 
 from monarch_slurm.actor.birth import make_cell
 from monarch_slurm.actor.context import set_client_boot
@@ -21,8 +20,7 @@ from monarch_slurm.actor.shape import Shape, Slice
 from monarch_slurm.config import clear_runtime_config, configure
 from monarch_slurm.host.proc import ProcSpec
 from monarch_slurm.host.stacks import register_stacks
-from monarch_slurm.wire import AGENT, Address, Link, Loop, Message, WireError, dumps
-from monarch_slurm.wire.sockets import make_dealer
+from monarch_slurm.wire import AGENT, Address, Loop, Message, StreamLink, WireError, dumps
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +31,9 @@ class _Proc:
     def __init__(self, spec: ProcSpec) -> None:
         self._spec = spec
         self._loop = Loop()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         address = Address(spec.host, spec.proc)
-        dealer = make_dealer(self._context, spec.proc)
-        dealer.connect(f"ipc://{spec.agent_socket}")
-        self._link = Link(self._loop, dealer, lambda _, message: self._take(message), self._broken)
+        self._link = StreamLink(self._loop, lambda _, message: self._take(message), self._broken, self._agent_gone)
+        self._link.connect(Path(spec.agent_socket), spec.proc)
         self._runtime = Runtime(address, spec.host_name, self._link.send, make_cell, spec.incarnation)
         self._runtime.local_host = spec.host
         self._runtime.on_failed = self._fail
@@ -46,9 +42,7 @@ class _Proc:
     def run(self) -> int:
         self._link.send(Message("hello", Address(self._spec.host, AGENT), self._runtime.address))
         self._loop.run()
-        # What actors said last is in ZeroMQ's hands; give it the time to reach the agent, which is on this host.
-        self._link.close(linger_ms=1000)
-        self._context.term()
+        self._link.close(linger_ms=1000)  # what actors said last may wait for the agent to read
         return self._exit_code
 
     def _take(self, message: Message) -> None:
@@ -104,6 +98,10 @@ class _Proc:
 
     def _broken(self, peer: str, error: WireError) -> None:
         logger.critical("%s on the link from the agent: ending", error)
+        self._exit_code = 1
+        self._loop.stop()
+
+    def _agent_gone(self, peer: str) -> None:
         self._exit_code = 1
         self._loop.stop()
 

@@ -29,21 +29,21 @@ from monarch_slurm.host.output import Output
 from monarch_slurm.host.procs import ProcTable
 from monarch_slurm.host.spawning import Place, procs_asked_for
 from monarch_slurm.host.stack_gathering import StackDesk
+from monarch_slurm.host.uplink import dial_controller
 from monarch_slurm.wire import (
     AGENT,
     CONTROLLER,
     Address,
     Invitation,
-    Link,
     Loop,
     Message,
+    StreamLink,
     UnknownPeerError,
     WireError,
     make_runtime_dir,
     remove_runtime_dir,
 )
-from monarch_slurm.wire.runtime_dir import SOCKET_NAME
-from monarch_slurm.wire.sockets import bind_ipc, connect_tcp, make_dealer, make_router
+from monarch_slurm.wire.runtime_dir import SOCKET_NAME, sweep_away
 
 logger = logging.getLogger(__name__)
 
@@ -95,18 +95,18 @@ class Agent:
         self._owners: dict[str, Address] = {}
         self._restartable: set[str] = set()
         self._lease = Lease(self._loop, folder, self._beat, self._controller_gone)
-        router = make_router(self._context)
-        bind_ipc(router, self._socket_path)
-        self._down = Link(self._loop, router, self._from_proc, self._proc_fault)
+        self._down = StreamLink(self._loop, self._from_proc, self._proc_fault, batch=True)
+        self._down.listen(self._socket_path)
         log_dir = Path(settings().log_dir) if settings().log_dir else None
         # An agent without a job folder is a child of the client, and prints where that does.
         self._logs = logs = LogStreams(
             self._loop, self._address, name, self._route, lambda: self._procs.read_logs(), folder is None
         )
         self._procs = ProcTable(self._loop, output, log_dir, self._may_still_speak, self._proc_ended, logs.take)
-        dealer = make_dealer(self._context, self.host)
-        connect_tcp(dealer, invitation)
-        self._up = Link(self._loop, dealer, lambda _, message: self._from_controller(message), self._controller_fault)
+        self._up = dial_controller(
+            self._loop, self._context, invitation, self.host,
+            lambda _, message: self._from_controller(message), self._controller_fault, self._controller_closed,
+        )  # fmt: skip
         stacks = StackDesk(self._loop, self._address, self._procs.pids, self._route)
         self._handlers: dict[str, Callable[[Message], None]] = {
             "spawn": self._spawn,
@@ -164,6 +164,9 @@ class Agent:
         logger.error("host %s: %s on the link from the controller: ending all procs", self.name, error)
         self._end(FENCED)
 
+    def _controller_closed(self, peer: str) -> None:
+        self._controller_gone("the controller has ended, or has given this host up")
+
     def _take_welcome(self, message: Message) -> None:
         configure(**message.fields["settings"])
         self._lease.beat()  # its interval may be another now
@@ -200,6 +203,8 @@ class Agent:
         self._up.close(linger_ms=0 if self._exit_code == LEASE_EXPIRED else _FAREWELL_MS)
         self._context.term()
         remove_runtime_dir(self._runtime_dir)
+        if self._invitation.near:
+            sweep_away(Path(self._invitation.near).parent)
         self._output.flush(timeout=1.0)
 
     # ---- routing
@@ -276,10 +281,7 @@ class Agent:
         self._procs.spawn([spec for spec, _ in asked if spec.proc in self._mailboxes])
 
     def _may_still_speak(self, name: str) -> bool:
-        if self._down.connected(name):
-            return True
-        self._down.read()  # the last that it sent
-        return False
+        return self._down.connected(name)
 
     def _proc_reported(self, name: str) -> None:
         box = self._mailboxes.close(name)

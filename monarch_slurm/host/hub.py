@@ -21,16 +21,19 @@ from monarch_slurm.wire import (
     Gatekeeper,
     Invitation,
     JobKeys,
-    Link,
     Liveness,
     Loop,
     Message,
     UnknownPeerError,
     WireError,
 )
+from monarch_slurm.wire.agent_links import AgentLinks
 from monarch_slurm.wire.sockets import bind_tcp, make_router
 
 logger = logging.getLogger(__name__)
+
+_GRACE_SECONDS = 0.2
+"""From the end of a connection with an agent of this machine to the verdict that its host is lost."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,9 @@ class Hub:
         router = make_router(self._context)
         self._gatekeeper = Gatekeeper(self._context, router, keys)
         loop.call_soon(lambda: self._gatekeeper.attach(loop))
-        self._link = Link(loop, router, self._from_agent, self._agent_fault)
+        self._link = AgentLinks(
+            loop, router, self._from_agent, self._agent_fault, self._agent_closed, lambda peer, message: False
+        )
         loop.call_soon(self._beat)
 
     @property
@@ -96,6 +101,7 @@ class Hub:
 
         Raises:
             BindError: the address is not one of this machine, or the port is taken.
+            SocketPathError: there is no folder for a Unix socket.
         """
         if ip not in self._endpoints:
             self._endpoints[ip] = self._link.with_socket(lambda socket: bind_tcp(socket, ip, self._keys, port))
@@ -107,6 +113,7 @@ class Hub:
             keys.agent_secret,
             pid_space(),
             os.getpid(),
+            self._link.near_path(),
         )
 
     def send(self, message: Message) -> None:
@@ -215,6 +222,11 @@ class Hub:
     def _agent_fault(self, peer: str, error: WireError) -> None:
         if peer in self.hosts:
             self._host_down(peer, f"the connection to its agent broke: {error}")
+
+    def _agent_closed(self, peer: str) -> None:
+        """Of a child of this process more is known in a moment: how it ended."""
+        gone = "the connection to its agent is gone"
+        self._loop.call_later(_GRACE_SECONDS, lambda: self._host_down(peer, gone))
 
     def _joined(self, peer: str, message: Message) -> None:
         fields = message.fields

@@ -3,8 +3,9 @@
 - `frames`: messages and process addresses
 - `pickling`: values with out-of-band buffers; `plain`: values that need no pickle
 - `loop`: the I/O loop
-- `link`: a socket with numbered messages
-- `sockets`: ipc in a private folder, tcp with CURVE, who may talk
+- `link`: a ZeroMQ socket with numbered messages, between machines
+- `stream_link`: the same over Unix streams (`stream`), between processes of one machine; `agent_links`: both
+- `sockets`: tcp with CURVE, who may talk
 - `runtime_dir`: that private folder
 - `keys`: the job's keys and the file that hands them on
 - `liveness`: who has been silent for too long
@@ -21,6 +22,7 @@ from monarch_slurm.wire.pickling import dumps, loads
 from monarch_slurm.wire.plain import pack, unpack
 from monarch_slurm.wire.runtime_dir import SocketPathError, make_runtime_dir, remove_runtime_dir
 from monarch_slurm.wire.sockets import BindError, Gatekeeper
+from monarch_slurm.wire.stream_link import StreamLink
 
 __all__ = [
     "AGENT",
@@ -39,6 +41,7 @@ __all__ = [
     "Message",
     "NoAnswerError",
     "SocketPathError",
+    "StreamLink",
     "Timer",
     "UnknownPeerError",
     "WireError",

@@ -78,7 +78,7 @@ def encode(message: Message, number: int) -> list[Buffer]:
     return [_PREFIX.pack(number, len(header)) + header, *rest]
 
 
-def number_of(frames: Sequence[bytes]) -> int:
+def number_of(frames: Sequence[Buffer]) -> int:
     """Return the sequence number of the message ``frames``.
 
     Raises:
@@ -90,7 +90,7 @@ def number_of(frames: Sequence[bytes]) -> int:
     return number
 
 
-def decode(frames: list[bytes]) -> Message:
+def decode(frames: Sequence[Buffer]) -> Message:
     """Return the message that `encode` made ``frames`` of.
 
     Raises:

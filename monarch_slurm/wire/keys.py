@@ -45,7 +45,8 @@ class JobKeys:
 class Invitation:
     """What an agent needs to join a job: where the controller listens, its public key, the agents' own pair.
 
-    And the controller's pid, with a text that tells which processes may take it for the pid of the controller.
+    And the controller's pid, with a text that tells which processes may take it for the pid of the controller. They are
+    on its machine, and join at its Unix socket ``near``.
     """
 
     address: str
@@ -54,6 +55,7 @@ class Invitation:
     agent_secret: str = field(repr=False)
     controller_host: str = ""
     controller_pid: int = 0
+    near: str = ""
 
     def to_json(self) -> str:
         """Return the invitation as JSON. It holds a secret."""

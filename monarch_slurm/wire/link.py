@@ -86,23 +86,6 @@ class Link:
             finally:
                 self._look_again()
 
-    def connected(self, peer: str) -> bool:
-        """Return whether a ROUTER still has a connection to ``peer``; once it has not, `read` sees the last that
-        ``peer`` sent.
-
-        Only for a peer that takes no more messages: what finds out is an empty one.
-        """
-        with self._lock:
-            if self._closed:
-                return False
-            try:
-                self._send_frames(peer, [b""])
-            except UnknownPeerError:
-                return False
-            finally:
-                self._look_again()
-        return True
-
     def with_socket(self, use: Callable[[zmq.Socket[bytes]], str]) -> str:
         """Return ``use(socket)``, called while no other thread touches the socket; to listen on one more address."""
         with self._lock:

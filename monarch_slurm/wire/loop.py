@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -53,6 +54,7 @@ class Loop:
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self._runs_on = 0
         self._wakeup: tuple[socket.socket, ...] = ()
         self.late = 0.0
         """Seconds that the last round came later than its next timer asked for: how long this process did not run."""
@@ -66,6 +68,19 @@ class Loop:
         """Forget ``fd``; do so before closing it."""
         if self._readers.pop(fd, None) is not None and not self._epoll.closed:
             self._epoll.unregister(fd)
+
+    def pause_reader(self, fd: int) -> None:
+        """Do not look at ``fd`` until `resume_reader`. For any thread."""
+        self._look_for(fd, 0)
+
+    def resume_reader(self, fd: int) -> None:
+        """Look at ``fd`` again. For any thread."""
+        self._look_for(fd, select.EPOLLIN)
+
+    def _look_for(self, fd: int, events: int) -> None:
+        if fd in self._readers:
+            with contextlib.suppress(OSError, ValueError):  # the loop may just have ended
+                self._epoll.modify(fd, events)
 
     def watch_process(self, pid: int, ended: Callable[[], None]) -> None:
         """Call ``ended`` once when the process has ended; it may still have to be waited for.
@@ -93,6 +108,10 @@ class Loop:
         self._calls.append(callback)
         self.wake()
 
+    def call_after(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` after what is ready now. For the loop's own thread, or before it runs."""
+        self._calls.append(callback)
+
     def call_on_signals(self, numbers: Iterable[int], callback: Callable[[], None]) -> None:
         """Call ``callback`` on the loop's thread when one of these signals comes. From the main thread."""
         for number in numbers:
@@ -106,6 +125,10 @@ class Loop:
     def wake(self) -> None:
         """Make the loop's thread look at its calls. For any thread."""
         os.eventfd_write(self._wake_fd, 1)
+
+    def is_here(self) -> bool:
+        """Return whether this thread is the loop's, or the loop does not run."""
+        return self._runs_on in (0, threading.get_ident())
 
     def start(self, name: str) -> None:
         """Run the loop on a daemon thread of its own."""
@@ -124,8 +147,10 @@ class Loop:
 
     def run(self) -> None:
         """Run until `stop`."""
+        self._runs_on = threading.get_ident()
         while not self._stopping:
             self._round()
+        self._runs_on = 0
         self._epoll.close()
 
     def _round(self) -> None:
@@ -142,16 +167,17 @@ class Loop:
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
             else:
-                self._guard(self._readers.get(fd))
+                self.guard(self._readers.get(fd))
         # The calls that are there now; those that they add wait for the next round, after the descriptors.
         for _ in range(len(self._calls)):
-            self._guard(self._calls.popleft())
+            self.guard(self._calls.popleft())
         now = self.clock()
         while self._timers and self._timers[0][0] <= now:
-            self._guard(heapq.heappop(self._timers)[2]._fire)
+            self.guard(heapq.heappop(self._timers)[2]._fire)
 
     @staticmethod
-    def _guard(callback: Callable[[], None] | None) -> None:
+    def guard(callback: Callable[[], None] | None) -> None:
+        """Call ``callback``; what it raises is logged."""
         if callback is None:
             return
         try:

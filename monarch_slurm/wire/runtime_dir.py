@@ -43,7 +43,7 @@ def make_runtime_dir() -> Path:
     """
     configured = settings().runtime_dir
     base = Path(configured or os.environ.get("XDG_RUNTIME_DIR") or "/tmp")  # noqa: S108 - mkdtemp makes the name
-    prefix = f"ms-{os.getuid()}-"
+    prefix = _prefix()
     if not configured and (not os.access(base, os.W_OK | os.X_OK) or not _is_short(base / f"{prefix}{_RANDOM_PART}")):
         base = Path("/tmp")  # noqa: S108
     try:
@@ -79,8 +79,8 @@ def remove_runtime_dir(folder: Path) -> None:
         os.close(lock)
 
 
-def check_socket_path(path: Path) -> str:
-    """Return the ``ipc://`` address of ``path``.
+def check_socket_path(path: Path) -> None:
+    """Make sure that ``path`` can be that of a Unix socket.
 
     Raises:
         SocketPathError: the path is too long for a Unix socket.
@@ -91,7 +91,6 @@ def check_socket_path(path: Path) -> str:
             f"the socket path {path} has {length} bytes, and Unix sockets allow {MAX_SOCKET_PATH}; set "
             "MONARCH_SLURM_RUNTIME_DIR to a short folder such as /tmp"
         )
-    return f"ipc://{path}"
 
 
 def _is_short(folder: Path) -> bool:
@@ -124,13 +123,22 @@ def _make_locked(base: Path, prefix: str) -> Path:
 def _sweep(base: Path, prefix: str) -> None:
     """Remove folders whose process is gone."""
     for folder in base.glob(f"{prefix}*"):
-        with contextlib.suppress(OSError):  # it went away meanwhile, is locked, or is not ours: not ours to remove
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                check_private(folder)
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            except SocketPathError:
-                continue
-            finally:
-                os.close(lock)
+        sweep_away(folder)
+
+
+def _prefix() -> str:
+    return f"ms-{os.getuid()}-"
+
+
+def sweep_away(folder: Path) -> None:
+    """Remove a folder that a process made with `make_runtime_dir`, if that process is gone."""
+    if not folder.name.startswith(_prefix()):
+        return
+    with contextlib.suppress(OSError, SocketPathError):  # it went away meanwhile, is locked, or is not ours
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            check_private(folder)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)

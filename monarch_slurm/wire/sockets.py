@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 import zmq.utils.z85
@@ -17,7 +16,6 @@ from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.wire.keys import Invitation, JobKeys
 from monarch_slurm.wire.limits import descriptor_limit, open_socket
 from monarch_slurm.wire.loop import Loop
-from monarch_slurm.wire.runtime_dir import check_private, check_socket_path
 
 logger = logging.getLogger(__name__)
 
@@ -58,15 +56,6 @@ def make_dealer(context: zmq.Context[zmq.Socket[bytes]], identity: str) -> zmq.S
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     return socket
-
-
-def bind_ipc(socket: zmq.Socket[bytes], path: Path) -> str:
-    """Listen on the Unix socket ``path``, for processes of this user only; return the address."""
-    check_private(path.parent)
-    address = check_socket_path(path)
-    only_this_user(socket)
-    bind(socket, address)
-    return address
 
 
 def only_this_user(socket: zmq.Socket[bytes]) -> None:
@@ -163,7 +152,6 @@ class Gatekeeper:
     def _answer(self) -> None:
         while _readable(self._questions):
             version, request, domain, address, _identity, mechanism, *credentials = self._questions.recv_multipart()
-            # ipc sockets have no domain set and are guarded by their folder and the peer's uid (see bind_ipc).
             allowed = mechanism == b"CURVE" and credentials == [self._agent_key] and domain == b"monarch_slurm"
             code, text = (b"200", b"OK") if allowed else (b"400", b"no key of this job")
             self._questions.send_multipart([version, request, code, text, b"agent" if allowed else b"", b""])
@@ -180,7 +168,7 @@ class Gatekeeper:
 
     def _cannot_accept(self) -> None:
         if self._is_due():
-            logger.error("cannot take another agent's connection: %s", descriptor_limit("each host takes one"))
+            logger.error("cannot take another host's connection: %s", descriptor_limit("each host takes one"))
 
     def _refused(self, who: str) -> None:
         self.refused += 1

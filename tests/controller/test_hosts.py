@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,8 @@ def test_an_agent_whose_controller_is_no_more(folder: Path, tmp_path: Path, agen
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-    text = path.read_text()
-    invitation = read_invitation(path)
-    path.write_text(text.replace(invitation.address, f"tcp://127.0.0.1:{port}"))
+    invitation = replace(read_invitation(path), address=f"tcp://127.0.0.1:{port}", near=str(tmp_path / "nobody"))
+    path.write_text(invitation.to_json())
     agent = agents(folder, "late", {**QUICK, "MONARCH_SLURM_MESH_ORPHAN_TIMEOUT": "0.5"})
     assert agent.wait() == 3
     assert "nothing heard from the controller" in agent.text()
@@ -410,7 +410,7 @@ def test_a_controller_without_descriptors_says_what_to_raise(
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (_first_free_descriptor(), hard))
         with caplog.at_level(logging.ERROR, "monarch_slurm"):
-            wait_until(lambda: "cannot take another agent's connection" in caplog.text)
+            wait_until(lambda: "cannot take another host's connection" in caplog.text)
         assert "each host takes one. Raise the limit" in caplog.text
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -11,7 +11,7 @@ from support import REPOSITORY
 
 from monarch_slurm.config import configured
 from monarch_slurm.wire import SocketPathError, make_runtime_dir, remove_runtime_dir
-from monarch_slurm.wire.runtime_dir import check_private, check_socket_path
+from monarch_slurm.wire.runtime_dir import check_private, check_socket_path, sweep_away
 
 
 def test_a_folder_is_private_and_can_be_removed(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_the_limit_of_socket_paths_is_exact(tmp_path: Path) -> None:
 
     path = Path("/tmp") / ("x" * 102)
     assert len(str(path)) == 107
-    assert check_socket_path(path) == f"ipc://{path}"
+    check_socket_path(path)
     with socket.socket(socket.AF_UNIX) as probe:
         probe.bind(str(path))
     path.unlink()
@@ -101,3 +101,17 @@ def test_folders_that_others_can_enter_are_refused(tmp_path: Path) -> None:
     link.symlink_to(tmp_path)
     with pytest.raises(SocketPathError, match="not a private folder"):
         check_private(link)
+
+
+def test_only_a_folder_of_a_process_that_is_gone_is_swept_away(tmp_path: Path) -> None:
+    held = make_runtime_dir()
+    sweep_away(held)
+    assert held.exists()
+    left = held.with_name(f"{held.name}-left")
+    left.mkdir(mode=0o700)
+    sweep_away(left)
+    assert not left.exists()
+    tmp_path.chmod(0o700)
+    sweep_away(tmp_path)
+    assert tmp_path.exists(), "a folder of another name is not one of sockets"
+    remove_runtime_dir(held)

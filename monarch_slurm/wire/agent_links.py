@@ -1,0 +1,77 @@
+"""The controller's connections with its agents: Unix streams with those of its own machine, ZeroMQ with the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from monarch_slurm.wire.frames import Message
+from monarch_slurm.wire.link import FaultHandler, Link, MessageHandler
+from monarch_slurm.wire.loop import Loop
+from monarch_slurm.wire.runtime_dir import make_runtime_dir, remove_runtime_dir
+from monarch_slurm.wire.stream_link import ClosedHandler, QuickHandler, StreamLink
+
+CONTROLLER_SOCKET = "controller.sock"
+
+
+class AgentLinks:
+    """One link to the controller's loop, two kinds of connections. A peer has one of them for as long as it lives.
+
+    Args:
+        router: for agents of other machines; owned from here on.
+        on_message, on_fault, on_closed, on_quick: see `StreamLink`; the last two are for agents of this machine only.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        router: zmq.Socket[bytes],
+        on_message: MessageHandler,
+        on_fault: FaultHandler,
+        on_closed: ClosedHandler,
+        on_quick: QuickHandler,
+    ) -> None:
+        self._far = Link(loop, router, on_message, on_fault)
+        self.near = StreamLink(loop, on_message, on_fault, on_closed, on_quick, peer_kind="host")
+        self._lock = threading.Lock()
+        self._folder: Path | None = None
+
+    def near_path(self) -> str:
+        """Return the path of the Unix socket where agents of this machine join; it is made with the first call.
+
+        Raises:
+            SocketPathError: there is no folder for it.
+            BindError: it cannot be listened on.
+        """
+        with self._lock:
+            if self._folder is None:
+                self._folder = make_runtime_dir()
+                self.near.listen(self._folder / CONTROLLER_SOCKET)
+            return str(self._folder / CONTROLLER_SOCKET)
+
+    def with_socket(self, use: Callable[[zmq.Socket[bytes]], str]) -> str:
+        """See `Link.with_socket`."""
+        return self._far.with_socket(use)
+
+    def send(self, message: Message, peer: str) -> None:
+        """Send ``message``. For any thread; keeps the order of one thread.
+
+        Raises:
+            UnknownPeerError: there is no connection with ``peer``.
+        """
+        (self.near if self.near.knows(peer) else self._far).send(message, peer)
+
+    def forget(self, peer: str) -> None:
+        """Have nothing to do any more with ``peer``, which is gone. On the loop's thread."""
+        self.near.forget(peer)
+        self._far.forget(peer)
+
+    def close(self) -> None:
+        """Close all sockets. When the loop does not run any more."""
+        self.near.close(linger_ms=200)
+        self._far.close()
+        if self._folder is not None:
+            remove_runtime_dir(self._folder)
