@@ -5,8 +5,8 @@ from __future__ import annotations
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
 
 
-class JobError(MonarchSlurmError):
-    """A job could not be submitted, started, found or read."""
+class JobError(MonarchSlurmError, RuntimeError):
+    """A job could not be submitted, started, found or read. As in Monarch, a `RuntimeError`."""
 
 
 class JobSpecError(JobError, ConfigError):

@@ -23,6 +23,7 @@ from monarch_slurm.job.batch import BatchPlan, run_batch
 from monarch_slurm.job.errors import NoSlurmError, SubmitError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.job.request import NodeSpec, SlurmRequest, option_lines
+from monarch_slurm.job.share import with_share
 from monarch_slurm.job.status import Run, run_command
 
 LIMIT_NOTICE = 60
@@ -158,7 +159,7 @@ def _notice_seconds(time_limit: str | None) -> int:
 def render(request: SlurmRequest, folder: JobFolder) -> str:
     """Return the text of the script that `submit` would give to sbatch."""
     check_commands()
-    executor = _executor(request, folder)
+    executor = _executor(with_share(request), folder)
     return str(executor._make_submission_file_text(executor._submitit_command_str, ""))
 
 
@@ -208,7 +209,7 @@ def submit_array(
 def _checked_executor(request: SlurmRequest, folder: JobFolder, parallel: int | None = None) -> _Executor:
     check_commands()
     _check_node_count(request)
-    return _executor(request, folder, parallel)
+    return _executor(with_share(request), folder, parallel)
 
 
 @contextlib.contextmanager

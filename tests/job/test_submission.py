@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -294,6 +296,46 @@ def test_a_folder_that_cannot_be_written_is_refused(fake_slurm: FakeSlurm, tmp_p
         SlurmJob({"hosts": 1}, log_dir=str(tmp_path / "100%")).apply()
 
 
-def test_keywords_of_monarch_are_taken() -> None:
+MONARCHS = [
+    "meshes", "python_exe", "slurm_args", "monarch_port", "job_name", "ntasks_per_node", "time_limit", "partition",
+    "log_dir", "exclusive", "gpus_per_node", "cpus_per_task", "mem", "job_start_timeout", "account", "qos",
+    "out_of_cluster", "attach_to", "bind_to",
+]  # fmt: skip
+"""Parameters of Monarch's SlurmJob, in order."""
+
+
+def test_keywords_of_monarch_are_taken_in_its_order() -> None:
+    ours = list(inspect.signature(SlurmJob).parameters.values())
+    assert [parameter.name for parameter in ours[: len(MONARCHS)]] == MONARCHS
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in ours[len(MONARCHS) :])
     job = SlurmJob({"hosts": 1}, monarch_port=22222, out_of_cluster=True, attach_to="x", bind_to="10.0.0.1")
-    assert "SlurmJob" in repr(job)
+    assert repr(job) == "SlurmJob({'hosts': 1})"
+
+
+@pytest.mark.parametrize("everywhere", ["0.0.0.0", "::"])
+def test_to_bind_to_everything_is_no_wish(everywhere: str, fake_slurm: FakeSlurm) -> None:
+    fake_slurm()
+    assert "--address" not in SlurmJob({"hosts": 1}, bind_to=everywhere).dry_run()
+    assert "--address=ib0" in SlurmJob({"hosts": 1}, bind_to=everywhere, address="ib0").dry_run()
+
+
+def test_what_is_bound_to_must_be_an_address() -> None:
+    with pytest.raises(ValueError, match="does not appear to be an IPv4 or IPv6 address"):
+        SlurmJob({"hosts": 1}, bind_to="ib0")
+    with pytest.raises(JobSpecError, match="contradict each other"):
+        SlurmJob({"hosts": 1}, bind_to="10.0.0.1", address="ib0")
+
+
+def test_a_job_that_shares_nodes_gets_what_goes_with_its_gpus(fake_slurm: FakeSlurm) -> None:
+    nodes = "96|512000|gpu:mi300x:8(S:0-1),nvme:2\n128|1000000|gpu:8\n16|64000|(null)\n8|64000|gpu:1"
+    fake_slurm(sinfo=f"printf '{nodes}\n'")
+
+    def wishes(**options: Any) -> list[str]:
+        script = SlurmJob({"hosts": 1}, **{"partition": "gpu", "exclusive": False, **options}).script()
+        return [line for line in script.splitlines() if re.match("#SBATCH --(cpus|mem)", line)]
+
+    assert wishes(gpus_per_node=2) == ["#SBATCH --cpus-per-task=24", "#SBATCH --mem=128000M"]
+    assert wishes(gpus_per_node=2, cpus_per_task=3) == ["#SBATCH --cpus-per-task=3", "#SBATCH --mem=128000M"]
+    assert wishes(gpus_per_node=2, mem="9G") == ["#SBATCH --cpus-per-task=24", "#SBATCH --mem=9G"]
+    assert wishes(gpus_per_node=2, slurm_args=["--mem-per-cpu=1G"]) == ["#SBATCH --mem-per-cpu=1G"]
+    assert wishes(gpus_per_node=16) == wishes() == wishes(gpus_per_node=2, exclusive=True) == []
