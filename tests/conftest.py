@@ -59,3 +59,21 @@ def failures(monkeypatch: pytest.MonkeyPatch) -> list[MeshFailure]:
 
     monkeypatch.setattr(public, "unhandled_fault_hook", hook)
     return seen
+
+
+@pytest.fixture
+def fake_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that puts commands of Slurm on PATH, each a shell script given by its text."""
+
+    def install(**scripts: str) -> Path:
+        folder = tmp_path / "slurm commands"
+        folder.mkdir(exist_ok=True)
+        defaults = dict.fromkeys(("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol"), "exit 0")
+        for name, text in {**defaults, **scripts}.items():
+            path = folder / name
+            path.write_text(f"#!/bin/sh\n{text}\n")
+            path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        return folder
+
+    return install

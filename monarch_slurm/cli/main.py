@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 
 import click
 
 from monarch_slurm._version import __version__
+from monarch_slurm.cli.attach import attach
+from monarch_slurm.cli.cancel import cancel
 from monarch_slurm.cli.doctor import doctor
+from monarch_slurm.cli.logs import logs
 from monarch_slurm.cli.native import build
+from monarch_slurm.cli.shell import shell
 from monarch_slurm.cli.stacks import stacks
+from monarch_slurm.cli.status import status
+from monarch_slurm.cli.submit import submit
 from monarch_slurm.cli.template import template
 from monarch_slurm.cli.train import train
 from monarch_slurm.errors import MonarchSlurmError
 
 INTERRUPTED = 130
+PIPE_CLOSED = 141
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,11 +35,10 @@ def cli() -> None:
     """
 
 
-cli.add_command(build)
-cli.add_command(doctor)
-cli.add_command(stacks)
-cli.add_command(template)
-cli.add_command(train)
+for command in (
+    attach, build, cancel, doctor, logs, shell, stacks, status, submit, template, train,
+):  # fmt: skip
+    cli.add_command(command)
 
 
 def main() -> None:
@@ -49,6 +56,9 @@ def main() -> None:
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output (head, less) has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(PIPE_CLOSED)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

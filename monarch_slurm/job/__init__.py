@@ -2,11 +2,11 @@
 
 - `base`: what every job can do: apply, state, kill, dump
 - `local`, `process`, `slurm`: the kinds of jobs
-- `request`, `container`, `submission`: what Slurm is asked for
+- `request`, `container`, `share`, `submission`: what Slurm is asked for
 - `batch`, `steps`, `node`, `supervisor`: what then runs on the head node and on each node
 - `launch`, `templates`: batch scripts that a person writes
 - `head`: what if the head is lost
-- `status`, `follow`, `diagnosis`: what became of it
+- `status`, `follow`, `logs`, `locate`, `diagnosis`: what became of it
 - `allocation`, `address`, `nodelist`: the allocation around this process
 - `commands`, `bash_actor`, `host_shell`, `port_forwarder`: commands, terminals and tunnels on a job's hosts
 - `service_ids`: workers that are known by an id

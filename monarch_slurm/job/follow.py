@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from monarch_slurm.job.diagnosis import why_ended
 from monarch_slurm.job.errors import JobNotFoundError, SlurmUnreachableError
@@ -23,6 +23,16 @@ FIRST_STATUS_SECONDS = 1.0
 CHUNK = 1 << 16
 
 
+class Sink(Protocol):
+    """What text can be written to."""
+
+    def write(self, text: str, /) -> object:
+        """Take ``text``."""
+
+    def flush(self) -> object:
+        """Hand on what was taken."""
+
+
 class LogReader:
     """Reads what is new in a file that another machine appends to."""
 
@@ -31,7 +41,7 @@ class LogReader:
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def copy(self, out: TextIO) -> bool:
+    def copy(self, out: Sink) -> bool:
         """Write what is new to ``out``; return whether there was anything."""
         grown = False
         try:

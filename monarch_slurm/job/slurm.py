@@ -31,7 +31,7 @@ from monarch_slurm.job.follow import follow_job, print_notice
 from monarch_slurm.job.nodelist import expand
 from monarch_slurm.job.request import NodeSpec, SlurmRequest, split_meshes
 from monarch_slurm.job.status import JobId, JobStatus, Phase, query, run_command, wait_for_start
-from monarch_slurm.job.submission import default_python, render, submit, submit_array
+from monarch_slurm.job.submission import check_commands, default_python, render, submit, submit_array
 from monarch_slurm.job.supervisor import BATCH_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,8 @@ class SlurmJob(JobTrait):
         time_limit: as ``sbatch --time`` takes it; None leaves it to the partition. About a minute before the end the
             client script gets SIGTERM.
         log_dir: folder in which the job's folder is made; all nodes must see it.
-        exclusive: whether the nodes are for this job alone.
+        exclusive: whether the nodes are for this job alone. If not, and ``partition`` and ``gpus_per_node`` are given,
+            it gets the part of each node's CPUs and memory that goes with its GPUs, unless it asks for others.
         mem: memory per node, such as ``"200G"``.
         job_start_timeout: seconds that `state` waits in the queue; None waits without limit.
         address: what others dial on each machine of the job: interface, network or IP address; None takes the one that
@@ -76,13 +77,14 @@ class SlurmJob(JobTrait):
         notice: seconds before the time limit at which the client script gets SIGTERM; None takes a minute, or a
             quarter of a short limit.
         requeue: whether the job starts again after its head node is lost, on what nodes there are.
-        bind_to: an IP address; the same as ``address``.
+        bind_to: the same as ``address``, an IP address alone; ``"0.0.0.0"`` and ``"::"`` leave the choice to us.
         monarch_port: ignored: ports are chosen by the system, so that jobs on one node cannot collide.
         out_of_cluster: ignored: agents dial the controller, so there is no gateway to choose.
         attach_to: ignored, likewise.
 
     Raises:
         JobSpecError: an argument makes no sense.
+        ValueError: ``bind_to`` is no IP address.
     """
 
     def __init__(
@@ -133,8 +135,10 @@ class SlurmJob(JobTrait):
             raise JobSpecError(f"ntasks_per_node is {ntasks_per_node}; at least 1 expected")
         if ntasks_per_node > 1:
             cpus_per_task = ntasks_per_node * (cpus_per_task or 1)
-        if bind_to is not None:
-            address = str(ipaddress.ip_address(bind_to))
+        if bind_to is not None and not (ip := ipaddress.ip_address(bind_to)).is_unspecified:
+            if address not in (None, str(ip)):
+                raise JobSpecError(f"address {address!r} and bind_to {bind_to!r} contradict each other; give one")
+            address = str(ip)
         self._request = SlurmRequest(
             nodes=sum(self._meshes.values()),
             job_name=job_name,
@@ -311,6 +315,7 @@ class SlurmJob(JobTrait):
 
     def _create(self, client_script: Script | None) -> None:
         plan = self._plan(client_script)
+        check_commands()  # before anything is made
         folder = JobFolder.create(self._log_dir, self._request.job_name)
         self._folder = folder
         try:

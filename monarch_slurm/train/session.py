@@ -15,10 +15,11 @@ from typing import Any, NoReturn
 
 from monarch_slurm.actor import HostMesh
 from monarch_slurm.config import configure, settings
-from monarch_slurm.controller import RestartLimit, make_job_folder
+from monarch_slurm.controller import ANSWERS, RestartLimit, make_job_folder
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
 from monarch_slurm.job import SlurmJob, job_load
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
+from monarch_slurm.train.answers import answers_of
 from monarch_slurm.train.config import TrainConfig
 from monarch_slurm.train.events import Event
 from monarch_slurm.train.injection import schedule
@@ -168,6 +169,7 @@ def _train(plan: Plan, folder: Path, hosts: HostMesh | None, reference: Any) -> 
     failed: BaseException | None = None
     with LiveView(config) as view:
         run = Run(config, folder, hosts, plan.policy(), injections, view.update)
+        ANSWERS.update(answers_of(run, folder, config, view.state))
         try:
             run.run()
         except (MonarchSlurmError, KeyboardInterrupt) as error:

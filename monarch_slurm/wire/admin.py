@@ -28,6 +28,9 @@ ADMIN_FILE = "admin.json"
 
 MAX_QUESTION_BYTES = 1 << 20
 
+QUESTIONS = "questions"
+"""The question that every controller answers: the names of the others that it answers."""
+
 ANSWER_THREADS = 4
 """Questions that are answered at the same time."""
 
@@ -103,7 +106,7 @@ class AdminServer:
                 return
 
     def _answer(self, peer: bytes, number: int, question: str, arguments: dict[str, Any]) -> None:
-        answer = self._answers.get(question)
+        answer = (lambda: sorted(self._answers)) if question == QUESTIONS else self._answers.get(question)
         try:
             if answer is None:
                 raise LookupError(f"unknown question {question!r}; known here: {', '.join(sorted(self._answers))}")  # noqa: TRY301

@@ -1,0 +1,43 @@
+"""``monarch-slurm cancel``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+
+@click.command()
+@click.argument("jobs", nargs=-1, required=True, metavar="JOB...")
+def cancel(jobs: Sequence[str]) -> None:
+    """End jobs, and all that runs on their nodes.
+
+    JOB is Slurm's number of a job, or its folder. The program of a job gets SIGTERM first, and has Slurm's KillWait (30
+    seconds unless set) to save what it wants to keep.
+    """
+    from monarch_slurm.job import JobError
+
+    failed = False
+    for name in jobs:  # what is wrong with one of them is nothing to the others
+        try:
+            _cancel(name)
+        except JobError as error:
+            click.echo(f"error: {error}", err=True)
+            failed = True
+    if failed:
+        raise SystemExit(1)
+
+
+def _cancel(name: str) -> None:
+    from monarch_slurm.job import JobEndedError, Phase, SlurmUnreachableError
+    from monarch_slurm.job.locate import find_job
+    from monarch_slurm.job.status import query, run_command
+
+    job = find_job(name)
+    status = query(job.job_id)
+    if status.phase is Phase.ENDED:
+        raise JobEndedError(f"{status}: it has ended already")
+    done = run_command(["scancel", job.job_id])
+    if done.returncode != 0:
+        raise SlurmUnreachableError(f"could not cancel job {job.job_id}: {done.stderr.strip()}")
+    click.echo(f"cancelled job {job.job_id}")

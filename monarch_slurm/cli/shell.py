@@ -1,0 +1,72 @@
+"""``monarch-slurm shell``: a prompt that has the nodes of the allocation."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import click
+
+BANNER = "hosts: a HostMesh of {count} node{s} of job {job}: {nodes}. Try hosts.spawn_procs(per_host={{'gpus': 8}})."
+
+
+@click.command()
+@click.option("--job", type=click.IntRange(1), help="The job whose nodes to take [default: the one around this shell].")
+@click.option("--take-over", is_flag=True, help="End the session of another program that has the nodes.")
+@click.option("--address", help="Interface, network or IP address that is dialled on each machine.")
+@click.option("--log-dir", help="Folder for the session's own folder, which all nodes must see.")
+@click.option(
+    "--python", "python_exe", help="Command that starts Python on the nodes [default: the one that runs here]."
+)
+@click.option("--srun-arg", "srun_args", multiple=True, help="One more option of the srun that starts each host.")
+@click.option("--preflight", multiple=True, metavar="COMMAND", help="Must succeed on a node before its agent starts.")
+@click.option("--container", metavar="IMAGE", help="Image that the agents run in (.sif, .sqsh).")
+@click.option("--plain", is_flag=True, help="Python's own prompt, also where IPython is installed.")
+def shell(job: int | None, plain: bool, **options: Any) -> None:
+    """Open a prompt (IPython if it is installed) whose `hosts` are the nodes of the allocation around this shell.
+
+    Leaving it ends what it has started on the nodes; the allocation stays.
+    """
+    from monarch_slurm.job import SlurmAllocation
+    from monarch_slurm.job.nodelist import compress
+
+    allocation = SlurmAllocation.from_env() if job is None else SlurmAllocation.from_job(job)
+    sys.ps1 = ">>> "  # a person types here: failures that nobody handles are to end nothing
+    hosts = allocation.hosts(**options)
+    count = len(allocation.nodes)
+    banner = BANNER.format(count=count, s="s" * (count > 1), job=allocation.job_id, nodes=compress(allocation.nodes))
+    # Classes that are defined at the prompt are of __main__, and are sent to the nodes by value.
+    main = types.ModuleType("__main__")
+    main.__dict__.update(_names(hosts))
+    sys.modules["__main__"] = main
+    if not plain and importlib.util.find_spec("IPython") is not None:
+        _ipython(main, banner)
+    else:
+        _python(main.__dict__, banner)
+
+
+def _names(hosts: Any) -> dict[str, Any]:
+    from monarch_slurm import actor
+
+    return {"hosts": hosts, "actor": actor, "Actor": actor.Actor, "endpoint": actor.endpoint}
+
+
+def _python(names: dict[str, Any], banner: str) -> None:
+    import code
+
+    if importlib.util.find_spec("readline") is not None:  # Python may have been built without it
+        import readline
+        import rlcompleter
+
+        readline.set_completer(rlcompleter.Completer(names).complete)
+        readline.parse_and_bind("tab: complete")
+    code.interact(banner, local=names, exitmsg="")
+
+
+def _ipython(main: types.ModuleType, banner: str) -> None:
+    ipython = importlib.import_module("IPython")
+    click.echo(banner)
+    ipython.start_ipython(argv=["--no-banner"], user_ns=main.__dict__)

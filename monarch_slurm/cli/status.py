@@ -1,0 +1,102 @@
+"""``monarch-slurm status``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from monarch_slurm.job.locate import FoundJob, ListedJob
+
+ANSWER_SECONDS = 5.0
+
+
+@click.command()
+@click.argument("job", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--log-dir", help="Folder that holds the job's folder, if Slurm has forgotten the job [default: runs].")
+def status(job: str | None, as_json: bool, log_dir: str | None) -> None:
+    """Show your jobs, or what one of them is doing: hosts, procs, actors, participants of a training.
+
+    JOB is Slurm's number of a job, or its folder.
+    """
+    from monarch_slurm.job.locate import find_job, my_jobs
+
+    if job is None:
+        listed, others = my_jobs()
+        if as_json:
+            click.echo(json.dumps([_listed_fields(item) for item in listed], indent=2))
+        else:
+            _print_list(listed, others)
+        return
+    told = look_at(find_job(job, log_dir))
+    if as_json:
+        click.echo(json.dumps(told, indent=2))
+    else:
+        from rich.console import Console
+
+        from monarch_slurm.cli.status_view import describe
+
+        Console(highlight=False, soft_wrap=True).print(describe(told))
+
+
+def look_at(job: FoundJob) -> dict[str, Any]:
+    """Return what Slurm, the job's folder and its controller say of a job.
+
+    Returns:
+        A map with ``job_id``, ``folder``, ``exit_code`` of the program, ``slurm`` (None if Slurm has forgotten the
+        job), ``census``, ``training`` (None if there is no answer, or nothing of the kind) and ``silence`` (why).
+    """
+    from monarch_slurm.job import JobNotFoundError, Phase, SlurmUnreachableError
+    from monarch_slurm.job.status import query
+    from monarch_slurm.wire import AdminClient, KeyFileError, NoAnswerError
+    from monarch_slurm.wire.admin import QUESTIONS
+
+    told: dict[str, Any] = {"job_id": job.job_id, "folder": str(job.folder.path), "exit_code": job.folder.exit_code()}
+    told |= {"slurm": None, "census": None, "training": None, "silence": ""}
+    try:
+        seen = query(job.job_id)
+        told["slurm"] = {**asdict(seen), "phase": seen.phase.value, "text": str(seen)}
+        if seen.phase is not Phase.RUNNING:
+            return told
+    except (JobNotFoundError, SlurmUnreachableError) as error:
+        told["silence"] = str(error)
+        if isinstance(error, JobNotFoundError):
+            return told
+    try:
+        with AdminClient(job.folder.path) as client:
+            told["census"] = client.ask("census", ANSWER_SECONDS)
+            if "training" in client.ask(QUESTIONS, ANSWER_SECONDS):
+                told["training"] = client.ask("training", ANSWER_SECONDS)
+    except (NoAnswerError, KeyFileError) as error:
+        told["silence"] = str(error)
+    return told
+
+
+def _listed_fields(item: ListedJob) -> dict[str, Any]:
+    fields = asdict(item)
+    del fields["job"]
+    return {"job_id": item.job.job_id, "folder": str(item.job.folder.path), **fields}
+
+
+def _print_list(listed: list[ListedJob], others: int) -> None:
+    if listed:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+        for name in ("job", "name", "state", "elapsed", "left", "nodes", "folder"):
+            table.add_column(name, overflow="fold")
+        for item in listed:
+            nodes = item.nodes or (f"({item.reason})" if item.reason else "")
+            cells = (item.job.job_id, item.name, item.state, item.elapsed, item.left, nodes, str(item.job.folder.path))
+            table.add_row(*map(Text, cells))
+        Console(highlight=False).print(table)
+    else:
+        click.echo("no job of yours is in the queue")
+    if others:
+        click.echo(f"and {others} that monarch_slurm has not started (squeue --me shows them)", err=True)

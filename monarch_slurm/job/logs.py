@@ -1,0 +1,143 @@
+"""What is in the logs of a job, as a person wants to read it: some lines of some files, and what is added to them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from monarch_slurm.job.errors import JobNotFoundError, SlurmUnreachableError
+from monarch_slurm.job.follow import FIRST_STATUS_SECONDS, LOG_SECONDS, LogReader, Sink, print_notice
+from monarch_slurm.job.status import LONGEST_POLL, NOT_FOUND_GRACE, JobStatus, Phase, query
+
+_OF_A_PROC = re.compile(r"\[\S+ (\S+) ([0-9]+)\] ")
+
+
+class LogView:
+    """Copies what is new in files to ``out``.
+
+    Args:
+        ranks: only lines of procs of these ranks; none for all lines.
+        mesh: only those of the procs that were spawned under this name.
+        last: only the last so many lines of what is there at the first look; None for all.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        out: TextIO,
+        *,
+        ranks: Collection[int] = (),
+        mesh: str | None = None,
+        last: int | None = None,
+    ) -> None:
+        self._out = out
+        self._ranks = ranks
+        self._mesh = mesh
+        self._held: deque[str] | None = None if last is None else deque(maxlen=last)
+        self._whole_lines = bool(ranks) or last is not None
+        self._readers = [(LogReader(path), _Lines(self._take)) for path in paths]
+
+    def copy(self, final: bool = False) -> bool:
+        """Write what is new, lines without an end only if ``final``; return whether there was anything."""
+        grown = False
+        for reader, lines in self._readers:
+            out: Sink = lines if self._whole_lines else self._out
+            grown |= reader.copy(out)
+            if final:
+                lines.finish()
+        if self._held is not None:
+            self._out.write("".join(self._held))
+            self._held = None
+        self._out.flush()
+        return grown
+
+    def _take(self, line: str) -> None:
+        if self._ranks:
+            match = _OF_A_PROC.match(line)
+            if match is None or int(match[2]) not in self._ranks or not self._is_of_mesh(match[1]):
+                return
+        if self._held is not None:
+            self._held.append(line)
+        else:
+            self._out.write(line)
+
+    def _is_of_mesh(self, name: str) -> bool:
+        # Names of meshes end with something that makes them unlike others.
+        return self._mesh is None or name == self._mesh or name.rpartition("-")[0] == self._mesh
+
+
+class _Lines:
+    """Gives whole lines to ``take``."""
+
+    def __init__(self, take: Callable[[str], None]) -> None:
+        self._take = take
+        self._rest = ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._take(f"{line}\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: what has no end yet waits for it."""
+
+    def finish(self) -> None:
+        if self._rest:
+            self._take(f"{self._rest}\n")
+            self._rest = ""
+
+
+def copy_logs(view: LogView) -> None:
+    """Write all that is there."""
+    view.copy(final=True)
+
+
+def follow_logs(
+    job_id: str,
+    view: LogView,
+    has_ended: Callable[[], bool] = lambda: False,
+    notice: Callable[[str], None] = print_notice,
+    ask: Callable[[str], JobStatus] = query,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Write what is there and what is added until the job has ended.
+
+    Args:
+        has_ended: tells before Slurm does whether nothing more will be added.
+        notice: is called with a line whenever the state of a job that does not run yet has changed.
+
+    Raises:
+        JobNotFoundError: Slurm knows nothing of the job.
+    """
+    said = ""
+    last_seen = next_ask = clock()
+    pause = FIRST_STATUS_SECONDS
+    over = False
+    while not over:
+        over = has_ended()
+        if not over and clock() >= next_ask:
+            text = ""
+            try:
+                status = ask(job_id)
+                last_seen = clock()
+                over = status.phase is Phase.ENDED
+                text = str(status) if status.phase is Phase.WAITING else ""
+            except JobNotFoundError:
+                if clock() - last_seen > NOT_FOUND_GRACE:
+                    raise
+            except SlurmUnreachableError as error:
+                last_seen = clock()
+                text = f"{error}; trying again"
+            if text and text != said:
+                notice(text)
+            said = text
+            next_ask, pause = clock() + pause, min(pause * 1.5, LONGEST_POLL)
+        view.copy(final=over)
+        if not over:
+            sleep(LOG_SECONDS)

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+
+from monarch_slurm.job import JobNotFoundError, JobStatus, SlurmUnreachableError
+from monarch_slurm.job.logs import LogView, copy_logs, follow_logs
+
+HOST = "agent says\n[n1 w-1f 0] zero\n[n1 w-1f 1] one\n[n1 other-22 1] another\n[n1 w-1f 10] ten\n"
+
+
+def shown(path: Path, **options: object) -> str:
+    out = io.StringIO()
+    copy_logs(LogView([path], out, **options))  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def test_ranks_and_last_lines_can_be_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "n1.log"
+    path.write_text(HOST + "[n1 w-1f 1] cut")
+    assert shown(path) == HOST + "[n1 w-1f 1] cut"
+    assert shown(path, ranks=[1]) == "[n1 w-1f 1] one\n[n1 other-22 1] another\n[n1 w-1f 1] cut\n"
+    assert shown(path, ranks=[1, 10], mesh="w") == "[n1 w-1f 1] one\n[n1 w-1f 10] ten\n[n1 w-1f 1] cut\n"
+    assert shown(path, last=1) == "[n1 w-1f 1] cut\n"
+    assert shown(path, last=0) == ""
+    assert shown(path, ranks=[0, 1], last=2, mesh="w-1f") == "[n1 w-1f 1] one\n[n1 w-1f 1] cut\n"
+    assert shown(tmp_path / "none.log") == ""
+
+
+def test_a_job_is_followed_from_the_queue_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "controller.log"
+    answers: list[JobStatus | Exception] = [
+        JobStatus("12", "PENDING", "Priority"),
+        JobStatus("12", "PENDING", "Priority"),
+        SlurmUnreachableError("squeue did not answer"),
+        JobNotFoundError("unknown"),
+        JobStatus("12", "RUNNING"),
+        JobStatus("12", "COMPLETING"),
+        JobStatus("12", "COMPLETED"),
+    ]
+    now, count = [0.0], len(answers)
+    notices: list[str] = []
+    out = io.StringIO()
+
+    def ask(job: str) -> JobStatus:
+        with path.open("a") as file:
+            file.write(f"line {count - len(answers)}\n")
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    follow_logs("12", LogView([path], out), notice=notices.append, ask=ask, clock=lambda: now[0], sleep=sleep)
+    assert out.getvalue() == "".join(f"line {number}\n" for number in range(count))
+    assert notices == ["job 12 is PENDING (Priority)", "squeue did not answer; trying again"]
+
+
+def test_a_job_that_slurm_has_forgotten_is_not_followed_for_ever(tmp_path: Path) -> None:
+    now = [0.0]
+
+    def ask(job: str) -> JobStatus:
+        raise JobNotFoundError("unknown")
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    with pytest.raises(JobNotFoundError):
+        follow_logs("12", LogView([tmp_path / "x"], io.StringIO()), ask=ask, clock=lambda: now[0], sleep=sleep)
+    assert now[0] > 30
