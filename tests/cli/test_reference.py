@@ -55,6 +55,7 @@ def commands(group: click.Group, context: click.Context) -> Iterator[tuple[str, 
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         assert command is not None
+        command._help_option = None  # click keeps what the first who asked has got, maybe a test without the group
         inner = click.Context(command, context, name, terminal_width=WIDTH, max_content_width=WIDTH)
         yield inner.command_path, command.get_help(inner)
         if isinstance(command, click.Group):
