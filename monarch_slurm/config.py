@@ -78,7 +78,7 @@ class _Settings:
     log_dir: str = ""
     """Folder where an agent writes one log file per proc; empty: lines go to the agent's own output, prefixed."""
     max_frame_length: int = 10 * 2**30
-    """Bytes that one frame of a message may have."""
+    """Bytes that one buffer of an argument or a result, or all the rest of it, may have."""
     default_transport: str = "unix"
     """Monarch's choice of a transport. Of ``tcp://host:port``, attached workers are told to dial that host."""
     rdma_transports: str = "local,shm,process_vm,gpu_ipc,ibverbs,tcp"

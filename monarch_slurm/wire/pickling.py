@@ -9,10 +9,22 @@ from typing import Any
 
 import cloudpickle
 
+from monarch_slurm.config import settings
+from monarch_slurm.errors import MonarchSlurmError
+
 Buffer = bytes | bytearray | memoryview
 
 OUT_OF_BAND_BYTES = 64 * 1024
 """Buffers of this size and more leave the pickle stream."""
+
+PIECE_BYTES = 8 * 2**20
+"""What is larger travels in pieces of this size and a last one that is smaller, so that no socket need accept frames of
+any size: a stranger who announces one is refused before there is memory for it.
+"""
+
+
+class TooLargeError(MonarchSlurmError, ValueError):
+    """A value has more bytes than the setting ``max_frame_length`` allows."""
 
 _ATOMS = frozenset((type(None), bool, int, float, str))
 """Types whose pickles name no class, so that the plain pickler writes the same as cloudpickle, ten times as fast."""
@@ -25,9 +37,10 @@ def dumps(value: Any) -> list[Buffer]:
 
     Raises:
         TypeError or pickle.PicklingError: a part of ``value`` does not pickle; the error is the one that part raised.
+        TooLargeError: a buffer of it, or all the rest, is larger than the setting ``max_frame_length``.
     """
     if _is_plain(value):
-        return [pickle.dumps(value, protocol=5)]
+        return _in_pieces([pickle.dumps(value, protocol=5)])
     buffers: list[Buffer] = []
 
     def keep_in_band(buffer: pickle.PickleBuffer) -> bool:
@@ -43,7 +56,7 @@ def dumps(value: Any) -> list[Buffer]:
 
     stream = io.BytesIO()
     cloudpickle.Pickler(stream, protocol=5, buffer_callback=keep_in_band).dump(value)
-    return [stream.getbuffer(), *buffers]
+    return _in_pieces([stream.getbuffer(), *buffers])
 
 
 def loads(frames: Sequence[Buffer]) -> Any:
@@ -51,7 +64,42 @@ def loads(frames: Sequence[Buffer]) -> Any:
 
     Out-of-band buffers are given writable memory of their own, as if they had been in the pickle.
     """
-    return pickle.loads(frames[0], buffers=[bytearray(frame) for frame in frames[1:]])
+    if any(len(frame) == PIECE_BYTES for frame in frames):
+        frames = _whole(frames)
+    buffers = [frame if type(frame) is bytearray else bytearray(frame) for frame in frames[1:]]
+    return pickle.loads(frames[0], buffers=buffers)
+
+
+def _in_pieces(frames: list[Buffer]) -> list[Buffer]:
+    if all(len(frame) < PIECE_BYTES for frame in frames):
+        return frames
+    limit = settings().max_frame_length
+    pieces: list[Buffer] = []
+    for frame in frames:
+        size = len(frame)
+        if size > limit:
+            raise TooLargeError(
+                f"a value of {size} bytes, and {limit} may travel (setting max_frame_length, which is the same in all "
+                "processes of the job)"
+            )
+        view = memoryview(frame)
+        # The last piece is smaller than the others, empty if need be: so it is known as the last.
+        pieces += [view[start : start + PIECE_BYTES] for start in range(0, size, PIECE_BYTES)]
+        if size and size % PIECE_BYTES == 0:
+            pieces.append(b"")
+    return pieces
+
+
+def _whole(frames: Sequence[Buffer]) -> list[Buffer]:
+    """Return the frames that `_in_pieces` made ``frames`` of."""
+    whole: list[Buffer] = []
+    pieces: list[Buffer] = []
+    for frame in frames:
+        pieces.append(frame)
+        if len(frame) < PIECE_BYTES:
+            whole.append(bytearray().join(pieces) if len(pieces) > 1 else frame)
+            pieces = []
+    return whole
 
 
 def to_bytes(value: Any) -> bytes:

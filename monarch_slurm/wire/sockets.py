@@ -11,13 +11,17 @@ import zmq
 import zmq.utils.z85
 from zmq.utils.monitor import parse_monitor_message
 
-from monarch_slurm.config import settings
 from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.wire.frames import MAX_HEADER_BYTES
 from monarch_slurm.wire.keys import Invitation, JobKeys
 from monarch_slurm.wire.limits import descriptor_limit, open_socket
 from monarch_slurm.wire.loop import Loop
+from monarch_slurm.wire.pickling import PIECE_BYTES
 
 logger = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = MAX_HEADER_BYTES + PIECE_BYTES
+"""Larger frames are refused before there is memory for them, whoever announces them."""
 
 HANDSHAKE_MS = 10_000
 BACKLOG = 4096
@@ -36,7 +40,7 @@ def _prepare(socket: zmq.Socket[bytes]) -> None:
     # Without a high-water mark ZeroMQ neither drops nor blocks.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, settings().max_frame_length)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
 
 

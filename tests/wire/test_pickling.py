@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarch_slurm.config import configured
 from monarch_slurm.wire import dumps, loads
-from monarch_slurm.wire.pickling import OUT_OF_BAND_BYTES, from_bytes, to_bytes
+from monarch_slurm.wire.pickling import OUT_OF_BAND_BYTES, PIECE_BYTES, TooLargeError, from_bytes, to_bytes
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -66,3 +67,27 @@ def test_what_does_not_pickle_raises_its_own_error() -> None:
         dumps(x for x in ())
     with pytest.raises(TypeError, match="cannot pickle"):
         dumps(((1, (x for x in ())), {}))
+
+
+@pytest.mark.parametrize("size", [PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES, 2 * PIECE_BYTES + 7])
+def test_large_values_travel_in_pieces(size: int) -> None:
+    array = np.arange(size, dtype=np.uint8)
+    for value in (array, {"arrays": [array, array[:OUT_OF_BAND_BYTES].copy()]}, "x" * size, ("y" * size, {})):
+        frames = [bytes(frame) for frame in dumps(value)]
+        assert max(map(len, frames)) <= PIECE_BYTES
+        again = loads(frames)
+        if isinstance(value, dict):
+            assert all((a == b).all() for a, b in zip(again["arrays"], value["arrays"], strict=True))
+            again["arrays"][0][0] = 7  # writable
+        else:
+            assert np.array_equal(again, value)
+    frames = dumps(array)
+    array[:] = 1
+    assert loads(frames)[0] == 0, "a snapshot"
+
+
+def test_values_beyond_the_limit_are_refused_where_they_are_sent() -> None:
+    with configured(max_frame_length=PIECE_BYTES + 5):
+        assert loads(dumps(np.zeros(PIECE_BYTES + 5, dtype=np.uint8))).nbytes == PIECE_BYTES + 5
+        with pytest.raises(TooLargeError, match="setting max_frame_length"):
+            dumps(np.zeros(PIECE_BYTES + 6, dtype=np.uint8))
