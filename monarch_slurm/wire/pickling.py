@@ -26,6 +26,7 @@ any size: a stranger who announces one is refused before there is memory for it.
 class TooLargeError(MonarchSlurmError, ValueError):
     """A value has more bytes than the setting ``max_frame_length`` allows."""
 
+
 _ATOMS = frozenset((type(None), bool, int, float, str))
 """Types whose pickles name no class, so that the plain pickler writes the same as cloudpickle, ten times as fast."""
 

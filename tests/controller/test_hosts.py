@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zmq
 from job_agents import Agent, Worker
 from support import DEADLINE, REPOSITORY, is_alive, wait_gone, wait_until
 
@@ -33,9 +32,8 @@ from monarch_slurm.controller import (
     withdraw,
 )
 from monarch_slurm.host.procs import DESCRIPTORS_PER_PROC
-from monarch_slurm.wire import BindError, JobKeys, read_invitation
+from monarch_slurm.wire import BindError, read_invitation
 from monarch_slurm.wire.limits import RESERVE
-from monarch_slurm.wire.sockets import connect_tcp, make_dealer
 
 QUICK = {"MONARCH_SLURM_HEARTBEAT_INTERVAL": "0.5"}
 
@@ -79,8 +77,9 @@ def test_per_host_labels_must_be_new(two: tuple[HostMesh, Agent, Agent]) -> None
 
 def test_hosts_that_are_missing_are_named(folder: Path, agents: Callable[..., Agent]) -> None:
     agents(folder, "present")
-    with pytest.raises(HostsMissingError, match=r"1 of 3 hosts joined; missing: absent, gone \(gave up after 2 s\)"):
-        gather_hosts(["absent", "present", "gone"], timeout=2)
+    gather_hosts(["present"], timeout=DEADLINE)
+    with pytest.raises(HostsMissingError, match=r"1 of 3 hosts joined; missing: absent, gone \(gave up after 0.2 s\)"):
+        gather_hosts(["absent", "present", "gone"], timeout=0.2)
     with pytest.raises(HostsMissingError, match=r"missing: absent \(the job has been cancelled\)"):
         gather_hosts(["absent"], still_hope=lambda: "the job has been cancelled")
 
@@ -293,83 +292,6 @@ def test_agents_end_when_their_controller_is_killed(
     assert agent.wait() == 3
     assert text in agent.text()
     wait_gone(*family[1:])
-
-
-# ---- strangers
-
-
-def test_strangers_get_nothing_parsed_and_disturb_nobody(
-    two: tuple[HostMesh, Agent, Agent], folder: Path, caplog: pytest.LogCaptureFixture, failures: list[MeshFailure]
-) -> None:
-    from monarch_slurm.actor.client import client
-    from monarch_slurm.wire.frames import encode
-
-    hosts, *_ = two
-    procs = hosts.spawn_procs()
-    workers: Any = procs.spawn("worker", Worker)
-    workers.pid.call().get(DEADLINE)
-    invitation = read_invitation(folder / "controller.json")
-    gatekeeper = client().hub._gatekeeper
-    gatekeeper._last_log = float("-inf")
-    host, _, port = invitation.address.removeprefix("tcp://").rpartition(":")
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    message = _hello()
-    frames = encode(message, 0)
-    with caplog.at_level(logging.WARNING, "monarch_slurm"):
-        refused = gatekeeper.refused
-        plain = make_dealer(context, message.src.host)
-        plain.connect(invitation.address)
-        plain.send_multipart(frames)
-        wait_until(lambda: gatekeeper.refused > refused, "a peer without CURVE is refused")
-
-        refused = gatekeeper.refused
-        other = JobKeys.make()
-        stranger = make_dealer(context, message.src.host)
-        connect_tcp(
-            stranger,
-            type(invitation)(invitation.address, invitation.server_public, other.agent_public, other.agent_secret),
-        )
-        stranger.send_multipart(frames)
-        wait_until(lambda: gatekeeper.refused > refused, "a peer with another key is refused")
-
-        for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(5000), b"\xff" + bytes(8) + b"\x7f" + bytes(5000)):
-            with socket.create_connection((host, int(port)), timeout=DEADLINE) as raw:
-                raw.sendall(garbage)
-                raw.settimeout(DEADLINE)
-                try:
-                    while raw.recv(4096):
-                        pass
-                except ConnectionResetError:
-                    continue
-    context.destroy(linger=0)
-    assert not _joined("stranger")
-    assert len([record for record in caplog.records if "refused a connection" in record.message]) == 1
-    assert workers.pid.call().get(DEADLINE)
-    procs.stop().get(DEADLINE)
-    assert not failures
-
-
-def _hello() -> Any:
-    from monarch_slurm.wire import CONTROLLER, Address, Message
-
-    fields = {"name": "stranger", "pid": 1, "hostname": "stranger", "address": "127.0.0.1"}
-    return Message("hello", CONTROLLER, Address("stranger#1", "agent"), fields)
-
-
-def test_keys_are_not_on_command_lines_nor_in_environments(two: tuple[HostMesh, Agent, Agent], folder: Path) -> None:
-    from monarch_slurm.actor import this_host
-
-    procs = this_host().spawn_procs()
-    worker: Any = procs.spawn("worker", Worker)
-    worker.pid.call_one().get(DEADLINE)
-    secret = read_invitation(folder / "controller.json").agent_secret.encode()
-    import psutil
-
-    pids = {os.getpid(), *two[1].family(), *(child.pid for child in psutil.Process().children(recursive=True))}
-    for pid in pids:
-        for name in ("cmdline", "environ"):
-            assert secret not in Path(f"/proc/{pid}/{name}").read_bytes()
-    procs.stop().get(DEADLINE)
 
 
 def test_withdraw_twice(folder: Path) -> None:

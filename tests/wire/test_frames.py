@@ -63,6 +63,30 @@ def test_truncated_headers_are_refused(fields: dict[str, object], data: st.DataO
         decode([frame + b"more"])
 
 
+@given(st.dictionaries(st.text(), plain, max_size=3), bodies, st.data())
+def test_damaged_messages_are_refused_or_are_messages(
+    fields: dict[str, object], body: list[bytes], data: st.DataObject
+) -> None:
+    frames = [bytes(frame) for frame in encode(Message("kind", Address("a", "b"), Address("c", "d"), fields, body), 0)]
+    damaged = bytearray(frames[0])
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    rest = data.draw(st.permutations(frames[1:]))[: data.draw(st.integers(0, len(frames)))]
+    try:
+        message = decode([bytes(damaged), *rest])
+    except WireError:
+        return
+    assert isinstance(message.kind, str)
+    assert isinstance(message.fields, dict)
+    assert all(isinstance(text, str) for text in (*message.dst, *message.src))
+
+
+@pytest.mark.parametrize("deep", [b"\x91" * 5000, b"\x81\xa0" * 5000, b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"])
+def test_headers_that_would_take_all_memory_or_stack_are_refused(deep: bytes) -> None:
+    with pytest.raises(WireError, match="not a message header"):
+        decode([struct.pack("<QI", 0, len(deep)) + deep])
+
+
 def test_a_header_beyond_all_measure_is_refused() -> None:
     large = 17 * 2**20
     with pytest.raises(WireError, match="not a message"):
