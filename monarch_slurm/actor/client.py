@@ -26,6 +26,7 @@ from monarch_slurm.actor.local_host import LocalHost
 from monarch_slurm.actor.log_printer import LogPrinter
 from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.actor.shape import Extent, Point, Shape
+from monarch_slurm.actor.stand_ins import Pool, StandIns
 from monarch_slurm.config import get_global_config, settings, warn_of_unknown_variables
 from monarch_slurm.host import HostDown, HostInfo, Hub, ProcDown
 from monarch_slurm.host.stacks import register_stacks
@@ -64,6 +65,7 @@ class Client:
         hosts_changed: condition that is notified whenever a host comes or goes.
         records: every agent that has ever joined, by host id.
         proc_failures: the last procs that ended without being told to.
+        stand_ins: which hosts take the places of lost ones. On the loop's thread only, but for what it remembers.
     """
 
     def __init__(self) -> None:
@@ -79,6 +81,9 @@ class Client:
         self.started_at = time.time()
         self.hub = Hub(self._loop, JobKeys.make(), self._take, self._host_joined, self._host_down)
         self.runtime = Runtime(CONTROLLER, socket.gethostname(), self._send, make_cell)
+        self.stand_ins = StandIns()
+        self.hub.find_stand_in = self._find_stand_in
+        self.runtime.on_retire = lambda host: self._loop.call_soon(lambda: self._retire(host))
         self._local = LocalHost(self._loop, self.hub, self._set_local_host)
         self.runtime.home = ProcLayout("client", (CONTROLLER.host,), 1), Shape.unity(), 0
         here = Point(0, Extent((), ()))
@@ -120,6 +125,54 @@ class Client:
                         self._faults_stopped = True
                         _end_program(failure, error)
 
+    # ---- hosts in the place of others
+
+    def look_after(self, pool: Pool) -> None:
+        """Have spares of ``pool`` take the places of its hosts that are lost from now on, or were meanwhile."""
+
+        def begin() -> None:
+            self.stand_ins.add(pool)
+            lost = [host for host in pool.placed if host in self.records and self.records[host].down]
+            pool.open |= dict.fromkeys(lost, False)
+            self._fill_places()
+
+        self._loop.call_soon(begin)
+
+    def look_away(self, pool: Pool) -> None:
+        """The job of ``pool`` ends. For any thread."""
+        self._loop.call_soon(lambda: self.stand_ins.remove(pool))
+
+    def fill_places(self) -> None:
+        """Look whether a host that is there may take an open place. For any thread."""
+        self._loop.call_soon(self._fill_places)
+
+    def abandon(self, place: str, why: str) -> None:
+        """The host that was asked for does not come. For any thread."""
+        name = f"the host in place of {place.partition('#')[0]}"
+
+        def give_up() -> None:
+            if self.stand_ins.asks(place) is not None:
+                self.hub.give_up(place, name, why)
+
+        self._loop.call_soon(give_up)
+
+    def _find_stand_in(self, down: HostDown) -> tuple[str, str] | None:
+        found = None if self._faults_stopped else self.stand_ins.lost(down, self.joined)
+        pool = self.stand_ins.asks(found[0]) if found is not None else None
+        if found is not None and pool is not None and pool.request is not None:
+            self.hub.expect(found[0])
+            pool.request(down, found[0])
+        return found
+
+    def _fill_places(self) -> None:
+        for place, info in self.stand_ins.fill(self.joined, time.time()):
+            logger.warning("host %s takes the place of the lost host %s", info.name, place.partition("#")[0])
+            self.hub.move(place, info.host)
+
+    def _retire(self, host: str) -> None:
+        for place in self.stand_ins.retire([host]):
+            self.hub.give_up(place, place.partition("#")[0], "its mesh was shut down")
+
     # ---- messages
 
     def _set_local_host(self, host: str) -> None:
@@ -143,6 +196,7 @@ class Client:
             self.addresses[info.host] = info.address
             self.records[info.host] = HostRecord(info, time.time())
             self.hosts_changed.notify_all()
+        self._fill_places()
 
     def _host_down(self, down: HostDown) -> None:
         self._take(Message("host_down", CONTROLLER, CONTROLLER, down.to_fields()))
@@ -151,6 +205,9 @@ class Client:
             if down.host in self.records:
                 self.records[down.host].down = down
             self.hosts_changed.notify_all()
+        if self.stand_ins.fails(down):
+            event = f"host {down.host_name} is lost, and no other is left to take its place: {down.cause}"
+            self._faults.put(MeshFailure("hosts", (), event, host=down.host_name, detected_at=down.detected_at))
 
     def give_up(self, host: str, name: str, cause: str) -> None:
         """Declare a host lost, whether it ever joined or not. For any thread."""

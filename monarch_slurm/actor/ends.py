@@ -40,9 +40,10 @@ class Ends:
         self._procs[down.proc] = text
         return text
 
-    def host(self, down: HostDown) -> str:
-        """Note the end of a host; return what is said of it."""
-        self._hosts[down.host] = down.describe()
+    def host(self, down: HostDown, ids: Collection[str]) -> str:
+        """Note the end of a host, for which ``ids`` stand; return what is said of it."""
+        for host in ids:
+            self._hosts[host] = down.describe()
         return down.describe()
 
     def actor(self, down: ActorDown, process: Address) -> None:

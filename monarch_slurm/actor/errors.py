@@ -82,6 +82,8 @@ class MeshFailure:
         detected_at: seconds since the epoch when it was seen.
         restarted: the mesh's `RestartPolicy` has what failed started again. Nothing need be done about it, and what
             ``__supervise__`` returns does not matter.
+        replaced_by: name of the host that has taken the place of the lost one: procs that are spawned on the same hosts
+            from now on run there. Empty if no host is lost, or nothing takes its place.
     """
 
     mesh_name: str
@@ -94,6 +96,7 @@ class MeshFailure:
     traceback: str | None = None
     detected_at: float = 0.0
     restarted: bool = False
+    replaced_by: str = ""
 
     @property
     def mesh(self) -> tuple[()]:

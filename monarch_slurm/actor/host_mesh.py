@@ -81,7 +81,12 @@ class HostMesh(MeshTrait):
     @property
     def host_names(self) -> list[str]:
         """Names of the hosts, in order of rank, as people know them."""
-        return [self._hosts[rank].partition("#")[0] for rank in self._shape.ndslice]
+        return [host.partition("#")[0] for host in self._now_at()]
+
+    def _now_at(self) -> list[str]:
+        """Return the ids of the hosts that are there now, in order of rank; lost ones may have been replaced."""
+        places = context().actor_instance.runtime.places
+        return [places.now(self._hosts[rank]) for rank in self._shape.ndslice]
 
     @property
     def stream_logs(self) -> bool:
@@ -152,7 +157,7 @@ class HostMesh(MeshTrait):
         owner = context().actor_instance
         runtime = owner.runtime
         mesh = runtime.new_mesh_id(name or "anon")
-        hosts = tuple(self._hosts[rank] for rank in self._shape.ndslice)
+        hosts = tuple(self._now_at())
         layout = ProcLayout(mesh, hosts, per, runtime.address if restart is not None else None)
         labels = [*self._labels, *per_host]
         shape = Shape(labels, Slice.new_row_major([*self.extent.sizes, *per_host.values()]))
@@ -215,8 +220,8 @@ class HostMesh(MeshTrait):
     def _renew(self) -> None:
         """Give each host a new zygote; procs that run are left alone."""
         runtime = context().actor_instance.runtime
-        for rank in self._shape.ndslice:
-            runtime.send(Message("renew", Address(self._hosts[rank], AGENT), runtime.address))
+        for host in self._now_at():
+            runtime.send(Message("renew", Address(host, AGENT), runtime.address))
 
     def shutdown(self) -> Future[None]:
         """End the agents of these hosts with all their procs; the hosts cannot be used any more. Resolves when they
@@ -241,9 +246,8 @@ class HostMesh(MeshTrait):
         if self._let_go is not None:
             return self._end_agents("stopped", release=True)
         runtime = context().actor_instance.runtime
-        here = set(self._hosts)
-        meshes = [(mesh.layout, set(mesh.alive)) for mesh in list(runtime.owned.procs.values())]
-        parts = [(layout, {r for r in alive if layout.hosts[r // layout.per_host] in here}) for layout, alive in meshes]
+        here = set().union(*(runtime.places.standing_for(host) for host in self._now_at()))
+        parts = [(mesh.layout, mesh.alive & mesh.layout.ranks_on(here)) for mesh in list(runtime.owned.procs.values())]
         future: Future[None] = Future._pending()
         future._what = f"stop() of {self!r}"
         one_ended = CountDown(len(parts), lambda: future._resolve(lambda: None))
@@ -255,8 +259,9 @@ class HostMesh(MeshTrait):
         self._ended = how
         runtime = context().actor_instance.runtime
         future: Future[None] = Future._pending()
-        one_ended = CountDown(len(self._hosts), lambda: future._resolve(lambda: None))
-        for host in self._hosts:
+        hosts = self._now_at()
+        one_ended = CountDown(len(hosts), lambda: future._resolve(lambda: None))
+        for host in hosts:
             runtime.expect_end_of_host(host, one_ended)
             fields = {"timeout": settings().mesh_terminate_timeout, "release": release}
             runtime.send(Message("shutdown", Address(host, AGENT), runtime.address, fields))
@@ -296,7 +301,11 @@ class HostMesh(MeshTrait):
         return hash((self._hosts, self._mesh_shape))
 
     def __repr__(self) -> str:
-        return f"<HostMesh {self.extent} {', '.join(self.host_names[:8])}{'…' if len(self) > 8 else ''}>"
+        try:
+            names = self.host_names
+        except RuntimeError:  # no actor's thread, or the client has ended: who has taken a place is not known here
+            names = [self._hosts[rank].partition("#")[0] for rank in self._shape.ndslice]
+        return f"<HostMesh {self.extent} {', '.join(names[:8])}{'…' if len(self) > 8 else ''}>"
 
 
 def this_proc() -> ProcMesh:

@@ -9,6 +9,9 @@ decides, and tells everybody else. In this order, so that no call is lost and no
    actors first and then what was held, in the order in which it was sent.
 
 If the keeper gives the proc up, everybody is told of its end instead, and the agent refuses what it has held.
+
+When a host is lost and another takes its place, all kept procs of it fail at once. In place of step 1 the keeper tells
+the agent of the other host to hold what is sent to them.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any
 from monarch_slurm.actor.layout import ProcLayout
 from monarch_slurm.actor.messages import ProcsRestart
 from monarch_slurm.actor.restart import RestartPolicy, Restarts
-from monarch_slurm.host.exits import HostDown, ProcDown
+from monarch_slurm.host.exits import LOST_WITH_HOST, HostDown, ProcDown
 from monarch_slurm.wire import AGENT, CONTROLLER, Address, Message
 
 MakeSpawn = Callable[[str, list[int], int], Message]
@@ -116,26 +119,47 @@ class Keeper:
             if down.rank in verdict.restarted:
                 cause = kept.causes.pop(down.rank, down)
                 self._publish("procs_restart", ProcsRestart(cause, (down.rank,)).to_fields())
-            for host, ranks in kept.layout.by_host(verdict.killed).items():
-                fields = {"mesh": down.mesh, "ranks": ranks, "signal": 9}
-                self._send(Message("kill", Address(host, AGENT), self._address, fields))
+            self._kill(kept, verdict.killed)
             if down.rank in verdict.given_up:
                 self._publish("proc_down", down.to_fields())
             elif down.rank in kept.restarts.gone:
                 self._publish("proc_down", {**down.to_fields(), "expected": True})
             self._start_due(kept)
 
-    def host_failed(self, down: HostDown) -> None:
-        """A host is lost with all kept procs on it."""
+    def host_failed(self, down: HostDown, ids: Collection[str]) -> None:
+        """A host, for which ``ids`` stand, is lost with all kept procs on it."""
         with self._lock:
             for kept in list(self._meshes.values()):
-                for rank in kept.layout.ranks_on(down.host) - kept.restarts.gone:
-                    name = f"{kept.layout.mesh}.{rank}"
-                    end = ProcDown(
-                        down.host, down.host_name, name, kept.layout.mesh, rank, 0, "Lost(host)", down.detected_at,
-                        event=down.describe(),
-                    )  # fmt: skip
-                    self._publish("proc_down", end.to_fields())
+                ranks = kept.layout.ranks_on(ids) - kept.restarts.gone
+                if ranks and down.stand_in:
+                    self._move(kept, sorted(ranks), down)
+                else:
+                    self._tell_lost(kept, ranks, down)
+
+    def _move(self, kept: _Procs, ranks: list[int], down: HostDown) -> None:
+        """The host of ``ranks`` is lost, and another has taken its place: that is one failure of all of them."""
+        mesh = kept.layout.mesh
+        self.forget_owned_by(lambda owner: owner.proc in {f"{mesh}.{rank}" for rank in ranks})
+        verdict = kept.restarts.failed(ranks, time.monotonic())
+        again = [rank for rank in ranks if rank not in verdict.given_up]
+        if again:
+            adopt = {"mesh": mesh, "ranks": again}
+            self._send(Message("adopt", Address(down.stand_in, AGENT), self._address, adopt))
+            end = _lost_with(down, mesh, again[0])
+            self._publish("procs_restart", ProcsRestart(end, tuple(again), down.replaced_by).to_fields())
+            kept.causes.update(dict.fromkeys(verdict.killed, end))
+        self._kill(kept, verdict.killed)
+        self._tell_lost(kept, verdict.given_up, down)
+        self._start_due(kept)
+
+    def _tell_lost(self, kept: _Procs, ranks: Collection[int], down: HostDown) -> None:
+        for rank in ranks:
+            self._publish("proc_down", _lost_with(down, kept.layout.mesh, rank).to_fields())
+
+    def _kill(self, kept: _Procs, ranks: Collection[int]) -> None:
+        for host, there in kept.layout.by_host(ranks).items():
+            fields = {"mesh": kept.layout.mesh, "ranks": there, "signal": 9}
+            self._send(Message("kill", Address(host, AGENT), self._address, fields))
 
     def _publish(self, kind: str, fields: dict[str, Any]) -> None:
         self._send(Message("publish", CONTROLLER, self._address, {"kind": kind, "fields": fields}))
@@ -173,3 +197,11 @@ class Keeper:
         del self._meshes[kept.layout.mesh]
         if kept.timer is not None:
             kept.timer.cancel()
+
+
+def _lost_with(down: HostDown, mesh: str, rank: int) -> ProcDown:
+    """Return the end of a proc that was on a lost host."""
+    return ProcDown(
+        down.stand_in or down.host, down.host_name, f"{mesh}.{rank}", mesh, rank, 0, LOST_WITH_HOST, down.detected_at,
+        event=down.describe(),
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ class ProcLayout:
 
     Attributes:
         mesh: id of the proc mesh, unique in the job.
-        hosts: host ids; ``per_host`` consecutive ranks are on each.
+        hosts: host ids; ``per_host`` consecutive ranks are on each. Another host may stand for one of them by now.
         keeper: the process that spawned them and starts them again by their restart policy; None if they have none.
     """
 
@@ -47,10 +47,10 @@ class ProcLayout:
             groups.setdefault(self.hosts[rank // self.per_host], []).append(rank)
         return groups
 
-    def ranks_on(self, host: str) -> set[int]:
-        """Return the base ranks that are on ``host``."""
+    def ranks_on(self, hosts: Collection[str]) -> set[int]:
+        """Return the base ranks that are on one of ``hosts``."""
         per = self.per_host
-        return {i * per + j for i, name in enumerate(self.hosts) if name == host for j in range(per)}
+        return {i * per + j for i, name in enumerate(self.hosts) if name in hosts for j in range(per)}
 
 
 @dataclass(frozen=True)

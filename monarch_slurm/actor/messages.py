@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from monarch_slurm.actor.context import CreatorInstance, Instance
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.shape import Extent, Point, Shape, Slice
-from monarch_slurm.host.exits import ProcDown
+from monarch_slurm.host.exits import LOST_WITH_HOST, ProcDown
 from monarch_slurm.wire import Address, Message
 
 PortAddress = tuple[str, str, int]
@@ -68,10 +68,12 @@ class ProcsRestart:
     Attributes:
         down: the end of the one that failed.
         ranks: all of them, in the proc mesh ``down.mesh``.
+        replaced_by: name of the host where they start, if that on which all of them were is lost.
     """
 
     down: ProcDown
     ranks: tuple[int, ...]
+    replaced_by: str = ""
 
     @property
     def procs(self) -> list[str]:
@@ -80,8 +82,8 @@ class ProcsRestart:
 
     def describe(self, rank: int) -> str:
         """Return what became of one of them, for people."""
-        if rank == self.down.rank:
-            return self.down.describe()
+        if rank == self.down.rank or self.down.exit == LOST_WITH_HOST:
+            return replace(self.down, rank=rank, proc=f"{self.down.mesh}.{rank}").describe()
         return (
             f"its process (proc {self.down.mesh}.{rank}) was ended by the restart policy of its mesh, "
             f"for rank {self.down.rank} failed: {self.down.describe()}"
@@ -89,12 +91,12 @@ class ProcsRestart:
 
     def to_fields(self) -> dict[str, Any]:
         """Return this as plain values."""
-        return {"down": self.down.to_fields(), "ranks": list(self.ranks)}
+        return {"down": self.down.to_fields(), "ranks": list(self.ranks), "replaced_by": self.replaced_by}
 
     @staticmethod
     def from_fields(fields: dict[str, Any]) -> ProcsRestart:
         """Return what `to_fields` was called on."""
-        return ProcsRestart(ProcDown(**fields["down"]), tuple(fields["ranks"]))
+        return ProcsRestart(ProcDown(**fields["down"]), tuple(fields["ranks"]), fields["replaced_by"])
 
 
 def ref_to_fields(ref: ActorRef) -> list[Any]:

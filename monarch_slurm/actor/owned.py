@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,10 +67,10 @@ class OwnedMeshes:
             if actors.ref.layout.mesh == mesh:
                 actors.stopping |= ranks
 
-    def expect_end_of_host(self, host: str) -> None:
-        """The end of everything on ``host`` is no failure from here on."""
+    def expect_end_of_host(self, ids: Collection[str]) -> None:
+        """The end of everything on the host that ``ids`` stand for is no failure from here on."""
         for layout in self._layouts():
-            self.expect_end_of_procs(layout.mesh, layout.ranks_on(host))
+            self.expect_end_of_procs(layout.mesh, layout.ranks_on(ids))
 
     def expect_end_of_actors(self, mesh: str, ranks: set[int]) -> None:
         """The end of these actors is no failure from here on."""
@@ -84,15 +85,17 @@ class OwnedMeshes:
     def procs_restart(self, restart: ProcsRestart) -> list[Notice]:
         """Procs are started again: return who is to be told."""
         down = restart.down
-        details = {**_details(down), "restarted": True}
+        details = {**_details(down), "restarted": True, "replaced_by": restart.replaced_by}
         return self._gone(down.mesh, set(restart.ranks), down.describe(), False, details)
 
-    def host_down(self, down: HostDown) -> list[Notice]:
-        """A host is lost: return who is to be told, once per mesh that had ranks there."""
-        details: dict[str, Any] = {"host": down.host_name, "detected_at": down.detected_at}
+    def host_down(self, down: HostDown, ids: Collection[str]) -> list[Notice]:
+        """A host, for which ``ids`` stand, is lost: return who is to be told, once per mesh that had ranks there."""
+        details: dict[str, Any] = {
+            "host": down.host_name, "detected_at": down.detected_at, "replaced_by": down.replaced_by,
+        }  # fmt: skip
         notices: list[Notice] = []
         for layout in self._layouts():
-            ranks = layout.ranks_on(down.host)
+            ranks = layout.ranks_on(ids)
             if ranks and (layout.keeper is None or layout.keeper.host == down.host):
                 notices += self._gone(layout.mesh, ranks, down.describe(), False, details)
         return notices

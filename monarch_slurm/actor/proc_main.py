@@ -61,6 +61,7 @@ class _Proc:
 
     def _start(self, message: Message) -> None:
         fields = message.fields
+        self._runtime.places.update(fields["places"])
         labels, sizes = fields["shape"]
         rank = fields["rank"]
         self._runtime.python = fields["python"]

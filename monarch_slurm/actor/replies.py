@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from monarch_slurm.actor.errors import ActorRestartedError, SupervisionError
@@ -67,8 +67,8 @@ class Listed:
             del self._waiting[rank]
         return lost
 
-    def processes(self, host: str | None) -> list[Address]:
-        """Return the processes that are waited for, all of them even if only those on ``host`` are asked for."""
+    def processes(self, hosts: Collection[str]) -> list[Address]:
+        """Return the processes that are waited for, all of them even if only those on ``hosts`` are asked for."""
         return [process for process, _ in self._waiting.values()]
 
 
@@ -108,12 +108,12 @@ class OfMesh:
             return []
         return [(rank, (self._layout.address(int(number)), self._ref))] if self.take(rank) else []
 
-    def processes(self, host: str | None) -> list[Address]:
-        """Return the procs that are waited for, on ``host`` if it is given."""
-        if host is None:
+    def processes(self, hosts: Collection[str]) -> list[Address]:
+        """Return the procs that are waited for, on ``hosts`` if any are given."""
+        if not hosts:
             return [self._layout.address(self._slice.get(rank)) for rank in self._waiting]
         there = []
-        for base in self._layout.ranks_on(host):
+        for base in self._layout.ranks_on(hosts):
             try:
                 rank = self._slice.index(base)
             except ValueError:
@@ -237,20 +237,20 @@ class ReplyTable:
         for on_lost, rank, reason in lost:
             on_lost(rank, reason)
 
-    def processes(self, gone: Callable[[Address], bool], host: str | None) -> list[Address]:
+    def processes(self, gone: Callable[[Address], bool], hosts: Collection[str]) -> list[Address]:
         """Return the processes that answers are expected from and that end with what is ``gone``: themselves, or who
         keeps them.
 
         Args:
-            host: the host that is gone; None if it is a single process, whose own answers were given up before.
+            hosts: ids of the host that is gone; empty if it is a single process, whose own answers were given up before.
         """
         with self._lock:
             found = []
             for expected in self._replies.values():
                 if expected.keeper is not None:
-                    found += expected.answers.processes(None) if gone(expected.keeper) else []
-                elif host is not None:
-                    found += filter(gone, expected.answers.processes(host))
+                    found += expected.answers.processes(()) if gone(expected.keeper) else []
+                elif hosts:
+                    found += filter(gone, expected.answers.processes(hosts))
         return found
 
     def _close(self, number: int, expected: _Expected) -> None:

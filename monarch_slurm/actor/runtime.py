@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from monarch_slurm.actor.owned import Notice, OwnedActors, OwnedMeshes, OwnedPro
 from monarch_slurm.actor.replies import VALUE, CountDown, OfMesh, OnLost, OnReply, ReplyTable
 from monarch_slurm.actor.shape import Shape, Slice
 from monarch_slurm.host.exits import HostDown, ProcDown
+from monarch_slurm.host.places import Places
 from monarch_slurm.wire import AGENT, Address, Message, dumps
 from monarch_slurm.wire.pickling import Buffer
 
@@ -64,13 +65,13 @@ class Runtime:
         self._make_cell = make_cell
         self.replies = ReplyTable(incarnation)
         self.keeper = Keeper(address, transmit)
+        self.places = Places()
         self._cells: dict[str, Cell] = {}
         self._ended_cells = Tombstones()
         self.owned = OwnedMeshes()
         self._lock = threading.RLock()
         self._ends = Ends()
-        self._numbers = itertools.count(1)
-        self._token = os.urandom(3).hex()
+        self._numbers, self._token = itertools.count(1), os.urandom(3).hex()
         self.local_host = address.host
         """Id of the host whose agent spawns procs for `this_host`."""
         self.on_demand: dict[str, Callable[[], None]] = {}
@@ -79,6 +80,7 @@ class Runtime:
         """Interpreter of the procs that are spawned on `this_host`; empty for the agent's."""
         self.home: tuple[ProcLayout, Shape, int] | None = None
         """Layout, shape and base rank of the proc mesh that this process belongs to."""
+        self.on_retire: Callable[[str], None] = lambda host: None  # told of a host whose place nobody is to take
         self._failing = False
         self.on_failed: Callable[[str, str | None], None] | None = None
         """Ends this process as a failure, with the event and the traceback of the actor that has failed."""
@@ -99,9 +101,11 @@ class Runtime:
         self, layout: ProcLayout, base_ranks: Iterable[int], fields: dict[str, Any], body: Sequence[Buffer]
     ) -> None:
         """Send one message per host; the agents there hand it to the procs ``base_ranks``."""
+        if layout.keeper is not None:
+            fields = {**fields, "kept": True}
         for host, ranks in layout.by_host(base_ranks).items():
             to_host = {"proc_mesh": layout.mesh, "base_ranks": ranks, **fields}
-            self.send(Message("cast", Address(host, AGENT), self.address, to_host, body))
+            self.send(Message("cast", Address(self.places.now(host), AGENT), self.address, to_host, body))
 
     def post(self, port: PortAddress, rank: int, status: str, frames: Sequence[Buffer]) -> None:
         """Send an answer to a port."""
@@ -144,8 +148,9 @@ class Runtime:
 
     def expect_end_of_host(self, host: str, on_ended: Callable[[], None]) -> None:
         """Call ``on_ended`` when ``host`` has ended, which is no failure of what is there."""
+        self.on_retire(host)
         with self._lock:
-            self.owned.expect_end_of_host(host)
+            self.owned.expect_end_of_host(self.places.standing_for(host))
         agent = Address(host, AGENT)
         self.replies.expect({0: (agent, None)}, lambda *_: None, lambda *_: on_ended())
         if self._ends.has_host(host):
@@ -173,6 +178,8 @@ class Runtime:
             self._proc_down(ProcDown(**message.fields))
         elif kind == "host_down":
             self._host_down(HostDown(**message.fields))
+        elif kind == "host_moved":
+            self.places.move(message.fields["old"], message.fields["new"])
         elif kind == "actor_down":
             self._actor_down(ActorDown(**message.fields), message.src)
         elif kind == "describe":
@@ -247,16 +254,21 @@ class Runtime:
 
     def _host_down(self, down: HostDown) -> None:
         with self._lock:
-            text = self._ends.host(down)
-            notices = self.owned.host_down(down)
+            again = self._ends.has_host(down.host)
+            ids = self.places.standing_for(down.host)
+            if down.stand_in:
+                self.places.move(down.host, down.stand_in)
+            text = self._ends.host(down, ids)
+            notices = self.owned.host_down(down, ids)
         self._tell(notices)
-        self._gone(lambda process: process.host == down.host, text, down.host)
-        self.keeper.host_failed(down)
+        self._gone(lambda process: process.host in ids, text, ids)
+        if not again:
+            self.keeper.host_failed(down, ids)
 
-    def _gone(self, gone: Callable[[Address], bool], why: str, host: str | None = None) -> None:
+    def _gone(self, gone: Callable[[Address], bool], why: str, ids: Collection[str] = ()) -> None:
         """What was owned or kept by processes that are ``gone`` ends with them."""
         self.keeper.forget_owned_by(gone)
-        self.replies.lose(self.replies.processes(gone, host), lambda process, ref: whose(why, process, ref))
+        self.replies.lose(self.replies.processes(gone, ids), lambda process, ref: whose(why, process, ref))
         for cell in list(self._cells.values()):
             if gone(cell.owner):
                 cell.end(f"its owner is gone: {why}", failed=False)

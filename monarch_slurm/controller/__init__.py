@@ -1,6 +1,7 @@
 """The controller's own business: which hosts it has, how often things may restart, what happened.
 
 - `hosts`: becoming the controller of a job folder, waiting for hosts
+- `spares`: other hosts in the places of lost ones
 - `journal`: events on disk
 - `census`: who is there and does what
 """
@@ -18,6 +19,7 @@ from monarch_slurm.controller.hosts import (
     withdraw,
 )
 from monarch_slurm.controller.journal import Journal, read_journal
+from monarch_slurm.controller.spares import keep_whole
 
 __all__ = [
     "ANSWERS",
@@ -29,6 +31,7 @@ __all__ = [
     "census",
     "gather_hosts",
     "host_addresses",
+    "keep_whole",
     "make_job_folder",
     "publish",
     "read_journal",

@@ -132,7 +132,7 @@ def _close_admins() -> None:
 def host_addresses(mesh: HostMesh) -> list[str]:
     """Return the IP address of each host of ``mesh``, as its agent found or was told it."""
     known = client().addresses
-    return [known[mesh._hosts[rank]] for rank in mesh._shape.ndslice]
+    return [known[host] for host in mesh._now_at()]
 
 
 def _pick(names: Sequence[str], joined: Sequence[HostInfo]) -> tuple[list[HostInfo], list[str]]:

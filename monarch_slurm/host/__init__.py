@@ -3,7 +3,7 @@
 - `agent`: the process per node; `start` starts it, `guardian` cleans up after it
 - `procs`, `zygote`, `zygote_link`, `proc`, `orphans`: how a proc comes and goes, and what it leaves behind
 - `logs`, `output`, `exits`: what it printed, how it ended
-- `hub`: the controller's side: who has joined, who has died
+- `hub`: the controller's side: who has joined, who has died; `places`: who has taken whose place
 - `kernel`: the Linux calls under all that
 """
 

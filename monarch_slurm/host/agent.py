@@ -26,6 +26,7 @@ from monarch_slurm.host.lease import Lease
 from monarch_slurm.host.log_streams import LogStreams
 from monarch_slurm.host.mailbox import Mailboxes
 from monarch_slurm.host.output import Output
+from monarch_slurm.host.places import Places
 from monarch_slurm.host.procs import ProcTable
 from monarch_slurm.host.spawning import Place, procs_asked_for
 from monarch_slurm.host.stack_gathering import StackDesk
@@ -94,6 +95,7 @@ class Agent:
         self._mailboxes = Mailboxes(host, name)
         self._owners: dict[str, Address] = {}
         self._restartable: set[str] = set()
+        self._places = Places()
         self._lease = Lease(self._loop, folder, self._beat, self._controller_gone)
         self._down = StreamLink(self._loop, self._from_proc, self._proc_fault, batch=True)
         self._down.listen(self._socket_path)
@@ -113,9 +115,11 @@ class Agent:
             "stop": self._stop_procs,
             "kill": self._kill_procs,
             "renew": lambda message: self._procs.renew(),
+            "adopt": self._adopt,
             "cast": self._cast,
             "describe": lambda message: self._route(self._procs.describe(message)),
             "host_down": self._owner_host_down,
+            "host_moved": self._host_moved,
             "proc_down": self._owner_proc_down,
             "logging": logs.set_option,
             "log_flush": logs.flush_now,
@@ -169,6 +173,7 @@ class Agent:
 
     def _take_welcome(self, message: Message) -> None:
         configure(**message.fields["settings"])
+        self._places.update(message.fields["places"])
         self._lease.beat()  # its interval may be another now
 
     def _fenced(self, message: Message) -> None:
@@ -237,13 +242,16 @@ class Agent:
         try:
             self._down.send(message, name)
         except UnknownPeerError:
-            if name in self._procs:
-                self._mailboxes.open(name).messages.append(message)  # it is ending; how, is known in a moment
+            # It is ending, and how is known in a moment; or it is about to move here, and its keeper tells in a moment.
+            if name in self._procs or (message.fields.get("kept") and not self._mailboxes.is_buried(name)):
+                self._mailboxes.open(name).messages.append(message)
             else:
                 self._undeliverable(name, message)
 
     def _undeliverable(self, name: str, message: Message, *exit_text: str) -> None:
-        if message.kind not in ("proc_down", "host_down", "procs_restart"):
+        # Nobody waits for what was sent to a port; and a proc that moves here has none of its old ones.
+        lost_port = message.kind == "port" and not self._mailboxes.is_buried(name)
+        if not lost_port and message.kind not in ("proc_down", "host_down", "procs_restart", "host_moved"):
             down = self._mailboxes.end_of(name, *exit_text)
             self._route(Message("proc_down", message.src, self._address, down.to_fields()))
 
@@ -280,6 +288,14 @@ class Agent:
                 box.first, box.actors[:0] = first, self._logs.greetings(spec.proc)
         self._procs.spawn([spec for spec, _ in asked if spec.proc in self._mailboxes])
 
+    def _adopt(self, message: Message) -> None:
+        """Hold what is sent to procs of a lost host, which their keeper starts here."""
+        mesh = message.fields["mesh"]
+        self._owners[mesh] = message.src
+        self._restartable.add(mesh)
+        for name in _names(message.fields):
+            self._mailboxes.open(name)
+
     def _may_still_speak(self, name: str) -> bool:
         return self._down.connected(name)
 
@@ -287,6 +303,7 @@ class Agent:
         box = self._mailboxes.close(name)
         if box is not None and box.first is not None:
             self._procs.reported(name)
+            box.first.fields["places"] = self._places.table()
             for message in (box.first, *box.actors, *box.messages):
                 self._down.send(message, name)
 
@@ -332,7 +349,7 @@ class Agent:
         self._tell_procs(message)
         down = ProcDown(**message.fields)
         self._kill_owned_by(down.proc)
-        if down.host == self.host and down.proc not in self._procs:
+        if self._places.now(down.host) == self.host and down.proc not in self._procs:
             self._bury(down)
 
     def _owner_procs_restart(self, message: Message) -> None:
@@ -340,7 +357,13 @@ class Agent:
         for rank in message.fields["ranks"]:
             self._kill_owned_by(f"{message.fields['down']['mesh']}.{rank}")
 
+    def _host_moved(self, message: Message) -> None:
+        self._places.move(message.fields["old"], message.fields["new"])
+        self._tell_procs(message)
+
     def _owner_host_down(self, message: Message) -> None:
+        if message.fields["stand_in"]:
+            self._places.move(message.fields["host"], message.fields["stand_in"])
         self._tell_procs(message)
         for mesh, owner in list(self._owners.items()):
             if owner.host == message.fields["host"]:

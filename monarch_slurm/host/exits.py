@@ -33,6 +33,10 @@ _SIGNAL_WORDS = {
 }
 
 
+LOST_WITH_HOST = "Lost(host)"
+"""How a proc ended whose host is lost: nobody saw it."""
+
+
 @dataclass(frozen=True)
 class ProcDown:
     """A proc's end, as its agent tells it.
@@ -72,6 +76,8 @@ class ProcDown:
 
     def describe(self) -> str:
         """Return one or more lines for a person."""
+        if self.exit == LOST_WITH_HOST:
+            return f"{self.event} (proc {self.proc}, rank {self.rank})"
         if self.event:
             return f"{self.event} (host {self.host_name}, proc {self.proc}, rank {self.rank}, pid {self.pid})"
         hint = explain_exit(self.exit)
@@ -88,12 +94,19 @@ class ProcDown:
 
 @dataclass(frozen=True)
 class HostDown:
-    """A host's end, as the controller tells it."""
+    """A host's end, as the controller tells it.
+
+    Attributes:
+        stand_in: id of the host that takes its place; empty if none does.
+        replaced_by: what people know that one as.
+    """
 
     host: str
     host_name: str
     cause: str
     detected_at: float
+    stand_in: str = ""
+    replaced_by: str = ""
 
     def to_fields(self) -> dict[str, Any]:
         """Return the fields of the message that carries this."""
@@ -101,4 +114,5 @@ class HostDown:
 
     def describe(self) -> str:
         """Return a line for a person."""
-        return f"the host this actor was running on failed: {self.host_name}: {self.cause}"
+        text = f"the host this actor was running on failed: {self.host_name}: {self.cause}"
+        return f"{text}; {self.replaced_by} takes its place" if self.replaced_by else text

@@ -7,13 +7,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import zmq
 
 from monarch_slurm.config import settings
 from monarch_slurm.host.exits import HostDown
 from monarch_slurm.host.identity import pid_space
+from monarch_slurm.host.places import Places
 from monarch_slurm.wire import (
     AGENT,
     CONTROLLER,
@@ -56,6 +57,11 @@ class Hub:
         on_message: called on the loop's thread with every message for the controller process itself.
         on_joined: called with each host whose agent has joined.
         on_host_down: called once for each host that has ended or is given up.
+
+    Attributes:
+        places: which hosts have taken the place of others; what is sent to one of those goes to its stand-in.
+        find_stand_in: asked before anybody is told of a host's end: the id of the host that takes its place, and what
+            people know it as.
     """
 
     def __init__(
@@ -71,6 +77,8 @@ class Hub:
         self._on_message = on_message
         self._on_joined = on_joined
         self._on_host_down = on_host_down
+        self.places = Places()
+        self.find_stand_in: Callable[[HostDown], tuple[str, str] | None] = lambda down: None
         self.hosts: dict[str, HostInfo] = {}
         self._endpoints: dict[str, str] = {}
         self._expected: dict[str, list[Message]] = {}
@@ -123,11 +131,12 @@ class Hub:
         """
         if message.dst.host == CONTROLLER.host:
             if message.kind == "publish":
-                self._publish(message)
+                self._publish(Message(message.fields["kind"], CONTROLLER, CONTROLLER, message.fields["fields"]))
             else:
                 self._loop.call_soon(lambda: self._on_message(message))
             return
         with self._lock:
+            self._redirect(message)
             waiting = self._expected.get(message.dst.host)
             if waiting is not None:
                 waiting.append(message)
@@ -138,6 +147,20 @@ class Hub:
             except UnknownPeerError:
                 pass
         self._loop.call_soon(lambda: self._undeliverable(message))
+
+    def _redirect(self, message: Message) -> None:
+        host = self.places.now(message.dst.host)
+        if host != message.dst.host:
+            message.dst, message.encoded = Address(host, message.dst.proc), None
+
+    def move(self, old: str, new: str) -> None:
+        """Have the host ``new`` take the place of ``old``, which is lost or never came. On the loop's thread."""
+        with self._lock:
+            self.places.move(old, new)
+            self._publish(Message("host_moved", CONTROLLER, CONTROLLER, {"old": old, "new": new}))
+            for message in self._expected.pop(old, []):
+                self._redirect(message)
+                self._send_quietly(message)
 
     def expect(self, host: str) -> None:
         """Keep what is sent to ``host`` until its agent joins."""
@@ -190,10 +213,9 @@ class Hub:
 
     def _publish(self, message: Message) -> None:
         """Tell everybody: all agents, and this process. For any thread; nothing that it sends later is there before."""
-        kind, fields = message.fields["kind"], message.fields["fields"]
         for peer in list(self.hosts):
-            self._send_quietly(Message(kind, Address(peer, AGENT), CONTROLLER, fields))
-        self._loop.call_soon(lambda: self._on_message(Message(kind, CONTROLLER, CONTROLLER, fields)))
+            self._send_quietly(Message(message.kind, Address(peer, AGENT), CONTROLLER, message.fields))
+        self._loop.call_soon(lambda: self._on_message(message))
 
     # ---- agents
 
@@ -231,8 +253,9 @@ class Hub:
     def _joined(self, peer: str, message: Message) -> None:
         fields = message.fields
         info = HostInfo(peer, fields["name"], fields["hostname"], fields["pid"], fields["address"])
-        welcome = Message("welcome", Address(peer, AGENT), CONTROLLER, {"settings": _agent_settings()})
         with self._lock:
+            welcomed = {"settings": _agent_settings(), "places": self.places.table()}
+            welcome = Message("welcome", Address(peer, AGENT), CONTROLLER, welcomed)
             self.hosts[peer] = info
             for waiting in [welcome, *self._expected.pop(peer, [])]:
                 self._send_quietly(waiting)
@@ -243,10 +266,7 @@ class Hub:
         self._liveness.forget(peer)
         self._link.forget(peer)
         if info is not None:
-            down = HostDown(peer, info.name, "its agent ended", time.time())
-            self._gone[peer] = down
-            self._tell_agents(Message("host_down", Address("", AGENT), CONTROLLER, down.to_fields()), but=peer)
-            self._on_host_down(down)
+            self._tell_host_down(HostDown(peer, info.name, "its agent ended", time.time()))
 
     def _beat(self) -> None:
         # Messages that wait in the socket were read before this timer fired, so nobody is called dead unheard.
@@ -268,11 +288,20 @@ class Hub:
         self._liveness.forget(peer)
         if info is None:
             return
-        down = HostDown(peer, info.name, cause, time.time())
-        self._gone[peer] = down
         logger.error("host %s is lost: %s", info.name, cause)
         self._send_quietly(Message("fenced", Address(peer, AGENT), CONTROLLER, {"cause": cause}))
-        self._tell_agents(Message("host_down", Address("", AGENT), CONTROLLER, down.to_fields()), but=peer)
+        self._tell_host_down(HostDown(peer, info.name, cause, time.time()))
+
+    def _tell_host_down(self, down: HostDown) -> None:
+        stand_in = self.find_stand_in(down)
+        if stand_in is not None:
+            host, name = stand_in
+            down = replace(down, stand_in=host, replaced_by=name)
+            logger.warning("host %s: %s takes its place", down.host_name, name)
+            with self._lock:
+                self.places.move(down.host, host)
+        self._gone[down.host] = down
+        self._tell_agents(Message("host_down", Address("", AGENT), CONTROLLER, down.to_fields()), but=down.host)
         self._on_host_down(down)
 
     def _tell_agents(self, message: Message, but: str) -> None:

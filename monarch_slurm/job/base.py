@@ -15,11 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import cloudpickle
 
 from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.host.places import OnLost
 from monarch_slurm.job.errors import JobError, JobSpecError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder, write_whole
 from monarch_slurm.job.supervisor import BATCH_VARIABLE
@@ -321,6 +322,20 @@ def program_arguments(script: Script, python: str | None = None) -> list[str]:
     if arguments[0].endswith(".py"):
         arguments = [*(shlex.split(python) if python else [sys.executable]), *arguments]
     return arguments
+
+
+def check_spares(spares: int, on_lost: str) -> tuple[int, OnLost]:
+    """Return the arguments.
+
+    Raises:
+        JobSpecError: they make no sense.
+    """
+    if isinstance(spares, bool) or not isinstance(spares, int) or spares < 0:
+        raise JobSpecError(f"spares is {spares!r}; a number of hosts, 0 or more, expected")
+    for known in get_args(OnLost):
+        if on_lost == known:
+            return spares, known
+    raise JobSpecError(f"on_lost is {on_lost!r}; one of {', '.join(get_args(OnLost))} expected")
 
 
 def check_meshes(meshes: Mapping[str, int]) -> dict[str, int]:

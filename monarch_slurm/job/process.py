@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from monarch_slurm.job.base import JobState, JobTrait, Script, check_meshes
+from monarch_slurm.host.places import OnLost
+from monarch_slurm.job.base import JobState, JobTrait, Script, check_meshes, check_spares
 from monarch_slurm.job.errors import HostsTakenError, JobError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder, tail
 from monarch_slurm.job.processes import end_processes, find_processes
@@ -22,6 +23,8 @@ from monarch_slurm.job.supervisor import CLIENT_WAIT
 
 if TYPE_CHECKING:
     from monarch_slurm.actor import HostMesh
+    from monarch_slurm.actor.stand_ins import Pool
+    from monarch_slurm.host import HostDown
 
 KILL_GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL for the processes of a host."""
@@ -40,17 +43,29 @@ class ProcessJob(JobTrait):
     Args:
         meshes: name and number of hosts of each mesh.
         env: variables to set in the hosts' environment.
+        spares: further hosts, of which one takes the place of a host that is lost.
+        on_lost: what if no spare is left, as `SlurmJob` has it; ``"request"`` starts another process.
     """
 
-    def __init__(self, meshes: dict[str, int], env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        meshes: dict[str, int],
+        env: dict[str, str] | None = None,
+        *,
+        spares: int = 0,
+        on_lost: OnLost = "shrink",
+    ) -> None:
         super().__init__()
         self._meshes = check_meshes(meshes)
         self._env = dict(env or {})
+        self._spares, self._on_lost = check_spares(spares, on_lost)
+        self._started = 0
         self._folder: JobFolder | None = None
         self._agents: dict[str, tuple[int, float]] = {}  # host: pid and start time
         self._children: list[subprocess.Popen[bytes]] = []
         self._dumped = False
         self._connected: JobState | None = None
+        self._pool: Pool | None = None
 
     def _create(self, client_script: Script | None) -> None:
         if client_script is not None:
@@ -60,29 +75,36 @@ class ProcessJob(JobTrait):
         folder.logs.mkdir()
         runtime = folder.path / "run"
         runtime.mkdir(mode=0o700)
-        for name in self._host_names():
-            env = {**os.environ, "MONARCH_SLURM_MESH_ORPHAN_TIMEOUT": str(CLIENT_WAIT), **self._env}
-            env |= {FOLDER_VARIABLE: str(folder.path), "MONARCH_SLURM_RUNTIME_DIR": str(runtime)}
-            command = [sys.executable, "-m", "monarch_slurm.host", "--folder", str(folder.path), "--name", name]
-            with open(folder.host_log(name), "ab") as log:
-                process = subprocess.Popen(
-                    command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-                )
-            self._children.append(process)
-            self._agents[name] = (process.pid, psutil.Process(process.pid).create_time())
+        for name in [*self._host_names(), *(self._spare_name() for _ in range(self._spares))]:
+            self._start_host(folder, name)
         atexit.register(self._clean_up, os.getpid())
+
+    def _start_host(self, folder: JobFolder, name: str) -> None:
+        env = {**os.environ, "MONARCH_SLURM_MESH_ORPHAN_TIMEOUT": str(CLIENT_WAIT), **self._env}
+        env |= {FOLDER_VARIABLE: str(folder.path), "MONARCH_SLURM_RUNTIME_DIR": str(folder.path / "run")}
+        command = [sys.executable, "-m", "monarch_slurm.host", "--folder", str(folder.path), "--name", name]
+        with open(folder.host_log(name), "ab") as log:
+            process = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        self._children.append(process)
+        self._agents[name] = (process.pid, psutil.Process(process.pid).create_time())
 
     def _host_names(self) -> Iterator[str]:
         for mesh, size in self._meshes.items():
             for index in range(size):
                 yield f"{mesh}-{index}"
 
+    def _spare_name(self) -> str:
+        self._started += 1
+        return f"spare.{self._started - 1}"  # no mesh can be called so
+
     def _state(self) -> JobState:
         if self._connected is not None:
             return self._connected
         assert self._folder is not None
         from monarch_slurm.config import settings
-        from monarch_slurm.controller import gather_hosts, publish
+        from monarch_slurm.controller import gather_hosts, keep_whole, publish
 
         self._check_agents()
         if self._folder.controller_file.exists():
@@ -93,7 +115,16 @@ class ProcessJob(JobTrait):
             names = [f"{mesh}-{index}" for index in range(size)]
             meshes[mesh] = gather_hosts(names, timeout=settings().host_join_timeout)
         self._connected = JobState(meshes)
+        spares = sorted(self._agents.keys() - set(self._host_names()))
+        self._pool = keep_whole(meshes.values(), spares, self._on_lost, self._request_host)
         return self._connected
+
+    def _request_host(self, down: HostDown, place: str) -> None:
+        """Start one more process, in the place of one that is lost."""
+        name = self._spare_name()
+        if self._folder is not None and self._pool is not None:
+            self._pool.names.add(name)
+            self._start_host(self._folder, name)
 
     def _check_agents(self) -> None:
         assert self._folder is not None
@@ -107,7 +138,8 @@ class ProcessJob(JobTrait):
         """Return whether ``spec`` asks for the same and the hosts live and have not had a controller yet."""
         return (
             isinstance(spec, ProcessJob)
-            and (spec._meshes, spec._env) == (self._meshes, self._env)
+            and (spec._meshes, spec._env, spec._spares, spec._on_lost)
+            == (self._meshes, self._env, self._spares, self._on_lost)
             and self._folder is not None
             and not self._folder.controller_file.exists()
             and all(_alive(*agent) for agent in self._agents.values())
@@ -145,7 +177,7 @@ class ProcessJob(JobTrait):
         return super().dumps()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_connected": None, "_children": []}
+        return {**self.__dict__, "_connected": None, "_children": [], "_pool": None}
 
     def __repr__(self) -> str:
         return f"ProcessJob({self._meshes!r}{', active' if self.active else ''})"
