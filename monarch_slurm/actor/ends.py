@@ -9,6 +9,7 @@ from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.messages import ActorDown, ProcsRestart
 from monarch_slurm.actor.replies import name_of
 from monarch_slurm.host.exits import HostDown, ProcDown
+from monarch_slurm.host.places import Places
 from monarch_slurm.wire import CONTROLLER, Address
 
 MAX_TOMBSTONES = 10_000
@@ -25,9 +26,14 @@ class Tombstones(dict[Any, str]):
 
 
 class Ends:
-    """The ends of processes, hosts and actors that this process was told of. The caller holds the lock."""
+    """The ends of processes, hosts and actors that this process was told of. The caller holds the lock.
 
-    def __init__(self) -> None:
+    Args:
+        places: learns which hosts take the places of those that have ended.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
         self._procs = Tombstones()
         self._hosts = Tombstones()
         self._actors = Tombstones()
@@ -40,11 +46,19 @@ class Ends:
         self._procs[down.proc] = text
         return text
 
-    def host(self, down: HostDown, ids: Collection[str]) -> str:
-        """Note the end of a host, for which ``ids`` stand; return what is said of it."""
+    def host(self, down: HostDown) -> tuple[bool, frozenset[str], str]:
+        """Note the end of a host, and who takes its place.
+
+        Returns:
+            Whether this was known before, the ids that stood for the host, and what is said of it.
+        """
+        again = down.host in self._hosts
+        ids = self._places.standing_for(down.host)
+        if down.stand_in:
+            self._places.move(down.host, down.stand_in)
         for host in ids:
             self._hosts[host] = down.describe()
-        return down.describe()
+        return again, ids, down.describe()
 
     def actor(self, down: ActorDown, process: Address) -> None:
         """Note the end of an actor in ``process``."""

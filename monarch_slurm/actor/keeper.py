@@ -73,7 +73,7 @@ class Keeper:
             self._meshes[layout.mesh] = _Procs(layout, Restarts(policy, count), make_spawn)
 
     def note_actors(self, message: Message, owner: Address) -> None:
-        """Note that ``owner`` spawns actors on kept procs, with the "cast" ``message``."""
+        """Note that ``owner`` spawns actors on kept procs, with what is in ``message``."""
         fields = message.fields
         with self._lock:
             kept = self._meshes.get(fields["proc_mesh"])

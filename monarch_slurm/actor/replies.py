@@ -242,7 +242,7 @@ class ReplyTable:
         keeps them.
 
         Args:
-            hosts: ids of the host that is gone; empty if it is a single process, whose own answers were given up before.
+            hosts: ids of the host that is gone; empty for a single process, whose own answers were given up before.
         """
         with self._lock:
             found = []

@@ -65,12 +65,12 @@ class Runtime:
         self._make_cell = make_cell
         self.replies = ReplyTable(incarnation)
         self.keeper = Keeper(address, transmit)
-        self.places = Places()
         self._cells: dict[str, Cell] = {}
         self._ended_cells = Tombstones()
         self.owned = OwnedMeshes()
         self._lock = threading.RLock()
-        self._ends = Ends()
+        self.places = Places()
+        self._ends = Ends(self.places)
         self._numbers, self._token = itertools.count(1), os.urandom(3).hex()
         self.local_host = address.host
         """Id of the host whose agent spawns procs for `this_host`."""
@@ -191,9 +191,7 @@ class Runtime:
         elif kind == "proc_failed":
             self.keeper.proc_failed(ProcDown(**message.fields))
         elif kind == "spawned":
-            self.keeper.note_actors(
-                Message("cast", message.dst, message.src, message.fields, message.body), message.src
-            )
+            self.keeper.note_actors(message, message.src)
         elif kind == "forget_actors":
             self.keeper.forget_actors(**message.fields)
         else:
@@ -254,11 +252,7 @@ class Runtime:
 
     def _host_down(self, down: HostDown) -> None:
         with self._lock:
-            again = self._ends.has_host(down.host)
-            ids = self.places.standing_for(down.host)
-            if down.stand_in:
-                self.places.move(down.host, down.stand_in)
-            text = self._ends.host(down, ids)
+            again, ids, text = self._ends.host(down)
             notices = self.owned.host_down(down, ids)
         self._tell(notices)
         self._gone(lambda process: process.host in ids, text, ids)
@@ -304,10 +298,11 @@ class Runtime:
         fields = {"op": "spawn", "mesh": ref.mesh, "owner": self.address, **fields}
         if layout.keeper is not None:
             noted = {"proc_mesh": layout.mesh, "base_ranks": list(base_ranks), **fields}
+            spawned = Message("spawned", layout.keeper, self.address, noted, body)
             if layout.keeper == self.address:
-                self.keeper.note_actors(Message("cast", self.address, self.address, noted, body), self.address)
+                self.keeper.note_actors(spawned, self.address)
             else:
-                self.send(Message("spawned", layout.keeper, self.address, noted, body))
+                self.send(spawned)
         self.cast(layout, base_ranks, fields, body)
 
     def _forget_actors(self, layout: ProcLayout, mesh: str, ranks: list[int]) -> None:
@@ -359,12 +354,6 @@ class Runtime:
         self.expect_from(ref, ref.layout, [(rank, rank) for rank in ranks], lambda *_: None, count_down)
         fields = {"op": "stop", "mesh": ref.mesh, "reason": reason, "timeout": timeout}
         self.cast(ref.layout, ranks, fields, [])
-
-    def kill_procs(self, layout: ProcLayout, base_ranks: Iterable[int], number: int) -> None:
-        """Send a signal to procs, whoever owns them."""
-        for host, ranks in layout.by_host(base_ranks).items():
-            fields = {"mesh": layout.mesh, "ranks": ranks, "signal": number}
-            self.send(Message("kill", Address(host, AGENT), self.address, fields))
 
     def release(self, instance: Instance, reason: str, timeout: float) -> threading.Event:
         """End everything that ``instance`` owns: a mesh never outlives its owner.

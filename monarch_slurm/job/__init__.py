@@ -1,7 +1,7 @@
 """Where hosts come from: this process, child processes, Slurm.
 
 - `base`: what every job can do: apply, state, kill, dump
-- `local`, `process`, `slurm`: the kinds of jobs
+- `local`, `process`, `slurm`: the kinds of jobs; `whole`: spares in place of hosts that are not fit
 - `request`, `container`, `share`, `submission`: what Slurm is asked for
 - `batch`, `steps`, `node`, `supervisor`: what then runs on the head node and on each node
 - `launch`, `templates`: batch scripts that a person writes
@@ -39,11 +39,13 @@ from monarch_slurm.job.errors import (
     PreflightError,
     SlurmUnreachableError,
     SubmitError,
+    UnfitHostError,
 )
+from monarch_slurm.job.follow import follow
 from monarch_slurm.job.local import LocalJob
 from monarch_slurm.job.process import LostHostsError, ProcessJob, hosts_from_config
 from monarch_slurm.job.request import NodeSpec
-from monarch_slurm.job.slurm import SlurmJob, follow
+from monarch_slurm.job.slurm import SlurmJob
 from monarch_slurm.job.status import JobStatus, Phase
 from monarch_slurm.job.telemetry import MeshAdminConfig, TelemetryConfig
 
@@ -94,6 +96,7 @@ __all__ = [
     "SlurmUnreachableError",
     "SubmitError",
     "TelemetryConfig",
+    "UnfitHostError",
     "deserialize_service_proc_ids",
     "exec_command",
     "find_address",

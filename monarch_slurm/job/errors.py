@@ -45,6 +45,10 @@ class HostStartError(JobError):
     """Read the log: a host's agent did not come up. The text names the host and quotes its last lines."""
 
 
+class UnfitHostError(JobError):
+    """Mend the node or leave it out: a check of its health has failed. The text says which."""
+
+
 class PreflightError(JobError):
     """Mend the node or leave it out: a pre-flight command failed there. The text quotes what it said."""
 

@@ -10,6 +10,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from monarch_slurm.host.places import OnLost
+from monarch_slurm.job.base import check_spares
 from monarch_slurm.job.container import Container
 from monarch_slurm.job.errors import JobSpecError
 
@@ -52,7 +54,7 @@ class SlurmRequest:
     """What is asked of Slurm, whatever the hosts are for. See `monarch_slurm.job.SlurmJob` for most of it.
 
     Attributes:
-        nodes: how many in all.
+        nodes: how many are to be used.
         components: of a heterogeneous job, in order, together ``nodes``; empty for a job of like nodes.
         slurm_args: further options of sbatch, each as on its command line; they win over all others.
         srun_args: further options of the srun that starts each host.
@@ -61,6 +63,9 @@ class SlurmRequest:
         python: command that starts Python on the nodes.
         notice: seconds before the time limit at which the program is asked to end; None leaves it to us.
         requeue: whether the job starts again after its head node is lost, near its time limit, and when preempted.
+        spares: how many more are there to take the places of others.
+        on_lost: what to do when a host is lost and no spare is left.
+        health_check: whether hosts are examined before they are used; None does so if there are spares.
     """
 
     nodes: int
@@ -93,6 +98,9 @@ class SlurmRequest:
     container: Container | None = None
     notice: int | None = None
     requeue: bool = False
+    spares: int = 0
+    on_lost: OnLost = "shrink"
+    health_check: bool | None = None
 
     def __post_init__(self) -> None:
         if self.time_limit is not None and not TIME_LIMIT.fullmatch(self.time_limit):
@@ -100,6 +108,9 @@ class SlurmRequest:
                 f"time limit {self.time_limit!r}: write minutes, hours:minutes:seconds, days-hours or "
                 "days-hours:minutes:seconds"
             )
+        check_spares(self.spares, self.on_lost)
+        if self.spares and self.components:
+            raise JobSpecError("spares of a heterogeneous job: of which kind? Ask for nodes of one kind, or no spares")
         if self.venv is not None and self.conda is not None:
             raise JobSpecError("venv and conda exclude each other: one Python is activated")
         if self.notice is not None and self.notice < 1:
@@ -109,6 +120,11 @@ class SlurmRequest:
             raise JobSpecError(f"srun argument {bad[0]!r}: write an option and its value as one, such as --mpi=pmix")
         if bad := [name for name in self.env if not _VARIABLE.fullmatch(name)]:
             raise JobSpecError(f"environment variable {bad[0]!r}: letters, digits and '_' expected")
+
+    @property
+    def all_nodes(self) -> int:
+        """Number of nodes, spares included."""
+        return self.nodes + self.spares
 
     def prologue(self) -> list[str]:
         """Return the shell lines of the batch script that make the environment of program and agents.

@@ -12,12 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from monarch_slurm.host.places import OnLost
 from monarch_slurm.job.address import find_address, node_address
 from monarch_slurm.job.allocation import SlurmAllocation
 from monarch_slurm.job.base import BatchJob, JobState, JobTrait, Script, check_meshes, program_arguments
 from monarch_slurm.job.batch import BatchPlan
 from monarch_slurm.job.container import Container
-from monarch_slurm.job.diagnosis import gather_or_explain, why_ended
+from monarch_slurm.job.diagnosis import why_ended
 from monarch_slurm.job.errors import (
     HostsTakenError,
     JobEndedError,
@@ -33,6 +34,7 @@ from monarch_slurm.job.request import NodeSpec, SlurmRequest, split_meshes
 from monarch_slurm.job.status import JobId, JobStatus, Phase, query, run_command, wait_for_start
 from monarch_slurm.job.submission import check_commands, default_python, render, submit, submit_array
 from monarch_slurm.job.supervisor import BATCH_VARIABLE
+from monarch_slurm.job.whole import Gathering
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,10 @@ class SlurmJob(JobTrait):
         notice: seconds before the time limit at which the client script gets SIGTERM; None takes a minute, or a
             quarter of a short limit.
         requeue: whether the job starts again after its head node is lost, on what nodes there are.
+        spares: nodes beyond those of the meshes, for the places of hosts that are lost, do not start or are not fit.
+        on_lost: what if no spare is left: ``"shrink"`` goes on without the host, ``"request"`` submits a small job for
+            one more node and waits for it, ``"fail"`` fails the program.
+        health_check: examine the hosts before they are used, for up to 10 s; None does so if there are spares.
         bind_to: the same as ``address``, an IP address alone; ``"0.0.0.0"`` and ``"::"`` leave the choice to us.
         monarch_port: ignored: ports are chosen by the system, so that jobs on one node cannot collide.
         out_of_cluster: ignored: agents dial the controller, so there is no gateway to choose.
@@ -127,6 +133,9 @@ class SlurmJob(JobTrait):
         container: str | Container | None = None,
         notice: int | None = None,
         requeue: bool = False,
+        spares: int = 0,
+        on_lost: OnLost = "shrink",
+        health_check: bool | None = None,
     ) -> None:
         super().__init__()
         sizes, components = split_meshes(meshes)
@@ -170,6 +179,9 @@ class SlurmJob(JobTrait):
             container=Container(container) if isinstance(container, str) else container,
             notice=notice,
             requeue=requeue,
+            spares=spares,
+            on_lost=on_lost,
+            health_check=health_check,
         )
         self._address = address
         self._log_dir = Path(log_dir or DEFAULT_LOG_DIR)
@@ -333,7 +345,6 @@ class SlurmJob(JobTrait):
         return self._connected
 
     def _connect(self) -> JobState:
-        from monarch_slurm.config import settings
         from monarch_slurm.controller import publish
 
         if self._inside():
@@ -341,8 +352,8 @@ class SlurmJob(JobTrait):
             names, here = list(allocation.nodes), allocation.node_name
         else:
             names, here = expand(self._wait_for_start().nodes), ""
-        if len(names) != self._request.nodes:
-            raise JobError(f"{self._request.nodes} nodes were asked for, and job {self.job_id} has {len(names)}")
+        if len(names) != (asked := self._request.all_nodes):
+            raise JobError(f"{asked} nodes were asked for, and job {self.job_id} has {len(names)}")
         if self._job_folder.controller_file.exists():
             raise HostsTakenError(
                 f"the hosts of job {self.job_id} already serve another program; submit a job of your own"
@@ -350,10 +361,9 @@ class SlurmJob(JobTrait):
         # toward another node, for a machine's own name may stand for its loopback address
         toward = node_address(next((name for name in names if name != here), here))
         publish(self._job_folder.path, address=find_address(self._address, toward))
-        meshes = {}
-        for mesh, size in self._meshes.items():
-            meshes[mesh] = gather_or_explain(self._job_folder, names[:size], settings().host_join_timeout)
-            names = names[size:]
+        request = self._request
+        check = bool(request.spares) if request.health_check is None else request.health_check
+        meshes, _ = Gathering(self._job_folder, names, self._meshes, request.on_lost, check).meshes()
         return JobState(meshes)
 
     def _wait_for_start(self) -> JobStatus:
@@ -395,8 +405,3 @@ class SlurmJob(JobTrait):
     def __repr__(self) -> str:
         where = f", job {self._job_id} in {self._folder.path}" if self._folder and self._job_id else ""
         return f"SlurmJob({self._meshes!r}{where})"
-
-
-def follow(job: SlurmJob, out: TextIO) -> int:
-    """Copy the output of ``job``'s client script to ``out`` until it has ended; see `SlurmJob.follow`."""
-    return job.follow(out)

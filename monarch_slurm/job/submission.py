@@ -77,7 +77,7 @@ def inherited_variables(env: Mapping[str, str]) -> list[str]:
 
 def _executor(request: SlurmRequest, folder: JobFolder, parallel: int | None = None) -> _Executor:
     executor = _Executor(folder.submitit, python=request.python)
-    first = request.components[0] if request.components else NodeSpec(request.nodes)
+    first = request.components[0] if request.components else NodeSpec(request.all_nodes)
     executor.update_parameters(
         **_node_parameters(request, first),
         job_name=request.job_name,
@@ -239,9 +239,9 @@ def _check_node_count(request: SlurmRequest, run: Run = run_command) -> None:
         return
     known = {name.rstrip("*"): count for name, count in sizes.items()}
     names = [name.rstrip("*") for name in wanted.split(",")]
-    if all(name in known for name in names) and request.nodes > max(known[name] for name in names):
+    if all(name in known for name in names) and request.all_nodes > max(known[name] for name in names):
         raise SubmitError(
-            f"{request.nodes} nodes asked for, more than partition {wanted.rstrip('*')} has; {_describe(sizes)}"
+            f"{request.all_nodes} nodes asked for, more than partition {wanted.rstrip('*')} has; {_describe(sizes)}"
         )
 
 
@@ -266,7 +266,7 @@ def _explain(said: str, request: SlurmRequest) -> SubmitError:
     if "partition" in said.lower():
         hint = f". {_describe(partition_sizes())}".replace(". p", ". P", 1)
     elif "node configuration" in said or "node count" in said.lower():
-        hint = f". No node can do that: {request.nodes} nodes with {_wishes(request)} were asked for"
+        hint = f". No node can do that: {request.all_nodes} nodes with {_wishes(request)} were asked for"
     elif "unable to contact" in said.lower() or "Connection refused" in said:
         hint = ". Slurm's controller does not answer; try again later"
     return SubmitError(f"Slurm refused the job: {words}{hint}")

@@ -200,6 +200,7 @@ def test_a_hundred_rounds_leave_no_descriptor_no_thread_no_process(spawn: Callab
 
     before = count()
     owned = context().actor_instance.runtime.owned
+    others = set(owned.actors)  # of earlier tests in this process
     for _ in range(100):
         mesh = spawn(per_host={"n": 2})
         mesh.spawn("log", Log).pid.call().get(DEADLINE)
@@ -208,5 +209,4 @@ def test_a_hundred_rounds_leave_no_descriptor_no_thread_no_process(spawn: Callab
         lambda: all(now <= then for now, then in zip(count(), before, strict=True)), f"{before} again: {count()}"
     )
     assert {mesh.name for mesh in owned.procs.values()} <= {"anon", "grid"}
-    assert {mesh.ref.name for mesh in owned.actors.values()} == {"log"}
-    assert len(owned.actors) == 1
+    assert owned.actors.keys() <= others

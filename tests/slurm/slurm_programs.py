@@ -41,3 +41,50 @@ while not os.path.exists("stop"):
     time.sleep(0.05)
 """
 )
+
+KEPT = (
+    WHO
+    + """
+import time
+import monarch_slurm.actor as actor
+from monarch_slurm.actor import RestartPolicy
+
+class Owner(Actor):
+    def __init__(self, hosts):
+        self.who = hosts.spawn_procs(restart=RestartPolicy(max_restarts=100)).spawn("who", Who)
+
+    @endpoint
+    def get(self):
+        return self.who
+
+    def __supervise__(self, failure):
+        how = "restarted" if failure.restarted else "failed"
+        print(f"told: {how}, {failure.host} replaced by {failure.replaced_by}", flush=True)
+        return True
+
+def note(failure):
+    print("fault:", failure.report().splitlines()[0], flush=True)
+
+actor.unhandled_fault_hook = note
+from monarch_slurm.actor.client import client
+from monarch_slurm.job import job_load
+hosts = job_load().state().hosts
+owner = actor.this_proc().spawn("owner", Owner, hosts)
+who = owner.get.call_one().get()
+print("ready", flush=True)
+last = joined = None
+while not os.path.exists("stop"):
+    names = sorted(info.name for info in client().joined)
+    if names != joined:
+        print("joined:", *names, flush=True)
+        joined = names
+    try:
+        here = [name for name, _, _ in who.host.call().get(timeout=60).values()]
+    except (actor.SupervisionError, actor.ActorError):
+        continue
+    if here != last:
+        print("answering:", *here, flush=True)
+        last = here
+    time.sleep(0.02)
+"""
+)

@@ -1,0 +1,82 @@
+"""Spare nodes on a real cluster: a node that is lost, does not start or is not fit is replaced by a spare."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slurm_nodes import Cluster, read, wait_until
+from slurm_programs import KEPT
+
+from monarch_slurm.job import JobSpecError, NodeSpec, Phase, SlurmJob, follow
+
+Program = Callable[[str], list[str]]
+
+
+def end(job: SlurmJob) -> None:
+    Path("stop").touch()
+    out = io.StringIO()
+    assert follow(job, out) == 0, out.getvalue()
+    wait_until(lambda: job.status().phase is Phase.ENDED, "end of the job")
+
+
+@pytest.mark.parametrize(
+    "how", ["agent", pytest.param("kill", marks=pytest.mark.slow), pytest.param("cut", marks=pytest.mark.slow)]
+)
+def test_a_spare_takes_the_place_of_a_lost_node(
+    cluster: Cluster, program: Program, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MONARCH_SLURM_MESH_ORPHAN_TIMEOUT", "5")
+    job = SlurmJob({"hosts": 3}, spares=1)
+    job.apply(program(KEPT))
+    log = job.folder / "controller.log"
+    wait_until(lambda: "answering: n1 n2 n3" in read(log), "all nodes to answer")
+    if how == "agent":
+        cluster.call("exec", "n2", "pkill", "-9", "-f", "monarch_slurm.host --folder")
+    else:
+        getattr(cluster, how)("n2")
+    wait_until(lambda: "answering: n1 n4 n3" in read(log), "the spare to answer in place of n2")
+    assert "told: restarted, n2 replaced by n4" in read(log)
+    assert "host n2: n4 takes its place" in read(log)
+    assert "fault:" not in read(log)
+    if how == "cut":
+        wait_until(lambda: not cluster.agents("n2"), "the lease of n2 to end")
+    if how == "agent":
+        wait_until(lambda: "joined: n1 n2 n3 n4" in read(log).partition("n1 n4 n3")[2], "n2 to be a spare")
+        cluster.call("exec", "n4", "pkill", "-9", "-f", "monarch_slurm.host --folder")
+        wait_until(lambda: "answering: n1 n2 n3" in read(log).partition("n4 n3")[2], "n2 to be of use again")
+    end(job)
+
+
+def test_a_node_whose_agent_cannot_start_is_left_out(cluster: Cluster, program: Program) -> None:
+    Path("sitecustomize.py").write_text(
+        "import os, sys\nif os.environ.get('SLURMD_NODENAME') == 'n2':\n    sys.modules['monarch_slurm'] = None\n"
+    )
+    job = SlurmJob({"hosts": 2}, spares=1, setup=[f"export PYTHONPATH={Path.cwd()}:$PYTHONPATH"])
+    job.apply(program(KEPT))
+    log = job.folder / "controller.log"
+    wait_until(lambda: "answering: n1 n3" in read(log), "n1 and the spare to answer")
+    assert "host n2 is left out (its agent did not start): n3 takes its place" in read(log)
+    end(job)
+
+
+def test_a_node_that_is_not_fit_is_left_out(cluster: Cluster, program: Program, request: pytest.FixtureRequest) -> None:
+    cluster.call("exec", "n2", "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm")
+    request.addfinalizer(lambda: cluster.call("exec", "n2", "umount", "/dev/shm"))
+    job = SlurmJob({"hosts": 2}, spares=1)
+    job.apply(program(KEPT))
+    log = job.folder / "controller.log"
+    wait_until(lambda: "answering: " in read(log), "the program")
+    assert "answering: n1 n3" in read(log), read(log)
+    assert "host n2 is left out (shared memory: 0.0 of 0.0 GiB free; mount it larger" in read(log)
+    end(job)
+
+
+def test_what_makes_no_sense() -> None:
+    for kwargs in ({"spares": -1}, {"spares": True}, {"on_lost": "pray"}):
+        with pytest.raises(JobSpecError):
+            SlurmJob({"hosts": 2}, **kwargs)  # type: ignore[arg-type]
+    with pytest.raises(JobSpecError, match="of which kind"):
+        SlurmJob({"hosts": 2, "big": NodeSpec(1, mem="1G")}, spares=1)
