@@ -250,8 +250,8 @@ class Agent:
 
     def _undeliverable(self, name: str, message: Message, *exit_text: str) -> None:
         # Nobody waits for what was sent to a port; and a proc that moves here has none of its old ones.
-        lost_port = message.kind == "port" and not self._mailboxes.is_buried(name)
-        if not lost_port and message.kind not in ("proc_down", "host_down", "procs_restart", "host_moved"):
+        port = message.kind == "port" and not self._mailboxes.is_buried(name)
+        if not port and message.kind not in ("proc_down", "host_down", "procs_restart", "host_moved"):
             down = self._mailboxes.end_of(name, *exit_text)
             self._route(Message("proc_down", message.src, self._address, down.to_fields()))
 
@@ -290,9 +290,8 @@ class Agent:
 
     def _adopt(self, message: Message) -> None:
         """Hold what is sent to procs of a lost host, which their keeper starts here."""
-        mesh = message.fields["mesh"]
-        self._owners[mesh] = message.src
-        self._restartable.add(mesh)
+        self._owners[message.fields["mesh"]] = message.src
+        self._restartable.add(message.fields["mesh"])
         for name in _names(message.fields):
             self._mailboxes.open(name)
 
@@ -362,8 +361,7 @@ class Agent:
         self._tell_procs(message)
 
     def _owner_host_down(self, message: Message) -> None:
-        if message.fields["stand_in"]:
-            self._places.move(message.fields["host"], message.fields["stand_in"])
+        self._places.move(message.fields["host"], message.fields["stand_in"] or message.fields["host"])
         self._tell_procs(message)
         for mesh, owner in list(self._owners.items()):
             if owner.host == message.fields["host"]:

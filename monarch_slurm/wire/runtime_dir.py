@@ -111,9 +111,12 @@ def check_private(folder: Path) -> None:
 def _make_locked(base: Path, prefix: str) -> Path:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # Between these calls another process may sweep the folder away: it is ours only if it is still there.
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
         fcntl.flock(lock, fcntl.LOCK_EX)
-        # Between the two calls another process may have swept the folder away: it is ours only if it is still there.
         if folder.exists():
             _locks[folder] = lock
             return folder

@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from support import REPOSITORY
 
 from monarch_slurm.config import configured
 from monarch_slurm.wire import SocketPathError, make_runtime_dir, remove_runtime_dir
-from monarch_slurm.wire.runtime_dir import check_private, check_socket_path, sweep_away
+from monarch_slurm.wire.runtime_dir import check_private, check_runtime_dir, check_socket_path, sweep_away
 
 
 def test_a_folder_is_private_and_can_be_removed(tmp_path: Path) -> None:
@@ -51,6 +52,17 @@ def test_folders_of_killed_processes_are_swept_away_and_those_of_living_ones_are
     assert sorted(tmp_path.iterdir()) == sorted([kept, folder, foreign])
     living.communicate()
     remove_runtime_dir(folder)
+
+
+def test_folders_that_are_made_while_others_sweep(tmp_path: Path) -> None:
+    def make_and_sweep() -> None:
+        for _ in range(50):
+            check_runtime_dir()
+
+    with configured(runtime_dir=str(tmp_path)), ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(make_and_sweep) for _ in range(8)]:
+            future.result()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
