@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 REFRESH_SECONDS = 1.0
 EVENTS_SECONDS = 0.5
+SLURM_SECONDS = 10.0
+"""Pause between two questions to slurmctld, which has others to serve."""
 
 
 @click.command()
@@ -99,9 +101,18 @@ def _watch_hosts(job: FoundJob) -> None:
         follow_logs(job.job_id, view, lambda: job.folder.exit_code() is not None)
         return
     with Live(console=console, auto_refresh=False) as live:
+        slurm: dict[str, Any] | None = None
+        asked = 0.0
         while True:
-            told = look_at(job)
+            if time.monotonic() - asked > SLURM_SECONDS:
+                slurm, asked = None, time.monotonic()
+            told = look_at(job, slurm)
+            slurm = told["slurm"]
             live.update(describe(told), refresh=True)
-            if told["exit_code"] is not None or told["slurm"] is None or told["slurm"]["phase"] == "ended":
+            if told["exit_code"] is not None or (slurm is None and not told["census"]) or _has_ended(slurm):
                 return
             time.sleep(REFRESH_SECONDS)
+
+
+def _has_ended(slurm: dict[str, Any] | None) -> bool:
+    return slurm is not None and slurm["phase"] == "ended"

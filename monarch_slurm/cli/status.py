@@ -43,24 +43,25 @@ def status(job: str | None, as_json: bool, log_dir: str | None) -> None:
         Console(highlight=False, soft_wrap=True).print(describe(told))
 
 
-def look_at(job: FoundJob) -> dict[str, Any]:
+def look_at(job: FoundJob, slurm: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return what Slurm, the job's folder and its controller say of a job.
+
+    Args:
+        slurm: what Slurm has just said; None asks it.
 
     Returns:
         A map with ``job_id``, ``folder``, ``exit_code`` of the program, ``slurm`` (None if Slurm has forgotten the
         job), ``census``, ``training`` (None if there is no answer, or nothing of the kind) and ``silence`` (why).
     """
-    from monarch_slurm.job import JobNotFoundError, Phase, SlurmUnreachableError
-    from monarch_slurm.job.status import query
+    from monarch_slurm.job import JobNotFoundError, SlurmUnreachableError
     from monarch_slurm.wire import AdminClient, KeyFileError, NoAnswerError
     from monarch_slurm.wire.admin import QUESTIONS
 
     told: dict[str, Any] = {"job_id": job.job_id, "folder": str(job.folder.path), "exit_code": job.folder.exit_code()}
-    told |= {"slurm": None, "census": None, "training": None, "silence": ""}
+    told |= {"slurm": slurm, "census": None, "training": None, "silence": ""}
     try:
-        seen = query(job.job_id)
-        told["slurm"] = {**asdict(seen), "phase": seen.phase.value, "text": str(seen)}
-        if seen.phase is not Phase.RUNNING:
+        told["slurm"] = slurm = slurm or ask_slurm(job.job_id)
+        if slurm["phase"] != "running":
             return told
     except (JobNotFoundError, SlurmUnreachableError) as error:
         told["silence"] = str(error)
@@ -74,6 +75,18 @@ def look_at(job: FoundJob) -> dict[str, Any]:
     except (NoAnswerError, KeyFileError) as error:
         told["silence"] = str(error)
     return told
+
+
+def ask_slurm(job_id: str) -> dict[str, Any]:
+    """Return what Slurm says of a job: the fields of `JobStatus`, its phase, and all of it as a text.
+
+    Raises:
+        JobNotFoundError, SlurmUnreachableError, NoSlurmError
+    """
+    from monarch_slurm.job.status import query
+
+    seen = query(job_id)
+    return {**asdict(seen), "phase": seen.phase.value, "text": str(seen)}
 
 
 def _listed_fields(item: ListedJob) -> dict[str, Any]:

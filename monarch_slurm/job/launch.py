@@ -92,10 +92,15 @@ def _plan(options: argparse.Namespace) -> BatchPlan:
 
 
 def _folder(base: Path, allocation: SlurmAllocation) -> JobFolder:
-    """Return the job's folder: that of its first start, when Slurm has started it again."""
+    """Return the job's folder: that of its first start, when Slurm has started it again, or twice by mistake.
+
+    A folder with an exit code, on a first start, is of a job before the cluster counted from 1 again.
+    """
     link = base.absolute() / str(allocation.job_id)
-    if allocation.restarts and link.is_symlink() and link.is_dir():
-        return JobFolder(link.resolve())
+    if link.is_symlink() and link.is_dir():
+        folder = JobFolder(link.resolve())
+        if allocation.restarts or folder.exit_code() is None:
+            return folder
     folder = JobFolder.create(base, os.environ.get("SLURM_JOB_NAME", "job"))
     folder.link_as(str(allocation.job_id))
     output = os.readlink("/proc/self/fd/1")

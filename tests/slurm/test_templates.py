@@ -58,6 +58,32 @@ def test_sbatch_runs_a_program_on_all_nodes(cluster: Cluster, name: str) -> None
     assert f"['--lr', '1 2'] {expected[0]} {expected[1]}\n" in read(output)
 
 
+APPTAINER = """#!/bin/bash
+# Stands for apptainer exec: says what it was asked for, and runs the command outside.
+shift
+while [[ $1 == --* ]]; do echo "option $1" >>apptainer.said; shift; done
+echo "image $1" >>apptainer.said
+shift
+exec "$@"
+"""
+
+
+def test_program_and_agents_run_in_the_container(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    (commands / "apptainer").write_text(APPTAINER)
+    (commands / "apptainer").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}{os.pathsep}{os.environ['PATH']}")
+    job, output = sbatch(cluster, "container", "-w", "n[2-3]")
+    ended(cluster, job, output)
+    assert "['--lr', '1 2'] ('n2', 'n2', '0') ('n3', 'n3', '1')\n" in read(output)
+    said = Path("apptainer.said").read_text()
+    assert said.count("image image.sif") == 4  # to ask for torch, for the program, and for two agents
+    assert f"option --bind={Path('runs', job).resolve()}\noption --rocm\n" in said
+
+
 @pytest.mark.slow
 def test_a_job_that_is_started_again_goes_on_in_its_folder(cluster: Cluster) -> None:
     Path("wait").touch()
