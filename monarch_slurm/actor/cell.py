@@ -26,6 +26,7 @@ from monarch_slurm.actor.replies import EXCEPTION, VALUE
 from monarch_slurm.actor.telemetry import recording, traced
 from monarch_slurm.config import settings
 from monarch_slurm.wire import Address, dumps, loads
+from monarch_slurm.wire.pickle_fault import explain
 
 if TYPE_CHECKING:
     from monarch_slurm.actor.messages import PortAddress
@@ -219,6 +220,7 @@ class Cell:
         try:
             frames = dumps(value)
         except Exception as error:  # a part of the result raises whatever it likes when pickled
+            explain(error, {"result": value}, f"what {self.ref.name}.{call.method}() returned")
             self._answer_error(call, error)
         else:
             self.runtime.post(call.port, self._answer_rank(call), VALUE, frames)

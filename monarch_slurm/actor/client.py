@@ -20,6 +20,7 @@ from monarch_slurm.actor.birth import make_cell
 from monarch_slurm.actor.console import open_console
 from monarch_slurm.actor.context import Instance, may_boot_client, set_client_boot
 from monarch_slurm.actor.errors import MeshFailure
+from monarch_slurm.actor.forks import not_in_forks
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.layout import ProcLayout
 from monarch_slurm.actor.local_host import LocalHost
@@ -80,7 +81,7 @@ class Client:
         self.proc_failures: deque[ProcDown] = deque(maxlen=_REMEMBERED_FAILURES)
         self.started_at = time.time()
         self.hub = Hub(self._loop, JobKeys.make(), self._take, self._host_joined, self._host_down)
-        self.runtime = Runtime(CONTROLLER, socket.gethostname(), self._send, make_cell)
+        self.runtime = Runtime(CONTROLLER, socket.gethostname(), not_in_forks(self._send), make_cell)
         self.stand_ins = StandIns()
         self.hub.find_stand_in = self._find_stand_in
         self.runtime.on_retire = lambda host: self._loop.call_soon(lambda: self._retire(host))

@@ -16,6 +16,7 @@ from monarch_slurm.actor.replies import VALUE, lost_error
 from monarch_slurm.actor.shape import Slice
 from monarch_slurm.actor.value_mesh import ValueMesh
 from monarch_slurm.wire import dumps, loads
+from monarch_slurm.wire.pickle_fault import explain
 
 if TYPE_CHECKING:
     from monarch_slurm.actor.actor_mesh import ActorMesh
@@ -275,7 +276,12 @@ class Endpoint(Generic[R]):
         signature, least, most = _signature(self._method)
         if kwargs or not least <= len(args) + hidden <= most:
             signature.bind(*(None,) * hidden, *args, **kwargs)
-        return dumps((args, kwargs))
+        try:
+            return dumps((args, kwargs))
+        except Exception as error:
+            named = signature.bind(*(None,) * hidden, *args, **kwargs).arguments
+            explain(error, dict(list(named.items())[hidden:]), f"an argument of {self}")
+            raise
 
     def _cast(self, runtime: Runtime, only: list[int] | None, body: list[Any], port: PortAddress | None) -> None:
         ref, ndslice = self._mesh._ref, self._mesh._shape.ndslice

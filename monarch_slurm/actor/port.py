@@ -12,6 +12,7 @@ from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.messages import PortAddress
 from monarch_slurm.actor.replies import EXCEPTION, VALUE
 from monarch_slurm.wire import dumps, loads
+from monarch_slurm.wire.pickle_fault import explain
 
 if TYPE_CHECKING:
     from monarch_slurm.actor.runtime import Runtime
@@ -53,7 +54,11 @@ class Port(Generic[R]):
     def _post(self, status: str, value: Any) -> None:
         if self._once and self._used:
             raise RuntimeError("OncePortRef already used")
-        frames = dumps(value)
+        try:
+            frames = dumps(value)
+        except Exception as error:
+            explain(error, {"value": value}, "sent to a port")
+            raise
         self._used = True
         if self._port is not None:
             self._runtime.post(self._port, self._rank, status, frames)

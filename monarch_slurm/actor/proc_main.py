@@ -11,6 +11,7 @@ from pathlib import Path
 from monarch_slurm.actor.birth import make_cell
 from monarch_slurm.actor.context import set_client_boot
 from monarch_slurm.actor.errors import ActorError
+from monarch_slurm.actor.forks import not_in_forks
 from monarch_slurm.actor.layout import ProcLayout
 from monarch_slurm.actor.log_prefix import prefix_log_records
 from monarch_slurm.actor.proc_mesh import run_bootstrap
@@ -34,10 +35,13 @@ class _Proc:
         address = Address(spec.host, spec.proc)
         self._link = StreamLink(self._loop, lambda _, message: self._take(message), self._broken, self._agent_gone)
         self._link.connect(Path(spec.agent_socket), spec.proc)
-        self._runtime = Runtime(address, spec.host_name, self._link.send, make_cell, spec.incarnation)
+        send = not_in_forks(self._link.send)
+        self._runtime = Runtime(address, spec.host_name, send, make_cell, spec.incarnation)
         self._runtime.local_host = spec.host
         self._runtime.on_failed = self._fail
         self._exit_code = 0
+        self._useless = False
+        """Set when the bootstrap has failed: what came right behind it must not be handled."""
 
     def run(self) -> int:
         self._link.send(Message("hello", Address(self._spec.host, AGENT), self._runtime.address))
@@ -46,7 +50,7 @@ class _Proc:
         return self._exit_code
 
     def _take(self, message: Message) -> None:
-        if self._runtime.handle(message):
+        if self._useless or self._runtime.handle(message):
             return
         if message.kind == "start":
             self._start(message)
@@ -72,7 +76,7 @@ class _Proc:
             failure = ActorError(error, f"bootstrap of proc {self._spec.proc} on host {self._spec.host_name} failed.")
             self._runtime.post(tuple(fields["ready"]), rank, EXCEPTION, dumps(failure))
             print(failure, file=sys.stderr)
-            self._exit_code = 1
+            self._exit_code, self._useless = 1, True
             self._loop.stop()
             return
         self._runtime.post(tuple(fields["ready"]), rank, VALUE, dumps(True))

@@ -24,6 +24,7 @@ from monarch_slurm.actor.owned import OwnedActors
 from monarch_slurm.actor.shape import Point, Shape
 from monarch_slurm.config import settings
 from monarch_slurm.wire import AGENT, CONTROLLER, Address, Message, dumps, loads
+from monarch_slurm.wire.pickle_fault import explain
 
 T = TypeVar("T", bound=Actor)
 
@@ -110,7 +111,12 @@ class ProcMesh(MeshTrait):
         asynchronous = check_arguments(actor_class, args, kwargs)
         if self._has_stopped():
             raise RuntimeError("`ProcMesh` has already been stopped")
-        body = dumps((actor_class, args, kwargs))
+        try:
+            body = dumps((actor_class, args, kwargs))
+        except Exception as error:
+            parts = {actor_class.__qualname__: actor_class, "args": args, "kwargs": kwargs}
+            explain(error, parts, f"to spawn {name!r} with")
+            raise
         owner = context().actor_instance
         runtime = owner.runtime
         class_name = f"{actor_class.__module__}.{actor_class.__qualname__}"
