@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 REPOSITORY = Path(__file__).parent.parent
-DEADLINE = 30.0
+DEADLINE = 60.0
 
 
 def wait_until(condition: Callable[[], Any], what: str = "", deadline: float = DEADLINE) -> Any:

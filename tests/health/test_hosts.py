@@ -40,7 +40,7 @@ def test_a_stopped_host_is_found_and_fails_nobody(
     hosts = gather_hosts(["one", "other"], timeout=DEADLINE)
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
-        findings, answers = check_hosts(hosts, seconds=6)
+        findings, answers = check_hosts(hosts, seconds=DEADLINE)
     finally:
         os.kill(stopped.pid, signal.SIGCONT)
     assert list(answers) == ["one"]
