@@ -267,6 +267,8 @@ ReturnToService=2
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1,bf_resolution=1,bf_max_job_test=500,default_queue_depth=500,kill_invalid_depend
 PriorityType=priority/basic
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 JobRequeue=1
 MaxArraySize=10001
 JobCompType=jobcomp/filetxt
@@ -284,6 +286,8 @@ CONF
             echo "NodeName=n$i NodeAddr=$NET.$((10 + i)) CPUs=$CPUS RealMemory=$MEM $gres State=UNKNOWN"
         done
         echo "PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=60 State=UP OverSubscribe=NO"
+        # jobs of this one preempt those of the other
+        echo "PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE DefaultTime=60 State=UP OverSubscribe=NO"
         [ -z "$EXTRA" ] || cat "$EXTRA"
     } >"$DIR/etc/slurm.conf"
     if [ "$DB" = 1 ]; then
@@ -322,7 +326,7 @@ start_munged() {
 munge_answers() { munge --socket="$DIR/run/munge.sock" -n >/dev/null 2>&1; }
 
 ctl_answers() { scontrol ping 2>/dev/null | grep -q 'is UP'; }
-nodes_idle() { [ "$(sinfo -h -N -o '%N %T' 2>/dev/null | grep -cE ' (idle|mixed|allocated|completing)$')" = "$NODES" ]; }
+nodes_idle() { [ "$(sinfo -h -N -p debug -o '%N %T' 2>/dev/null | grep -cE ' (idle|mixed|allocated|completing)$')" = "$NODES" ]; }
 resume() { scontrol update nodename="$1" state=resume >/dev/null 2>&1; }
 node_ready() { sinfo -h -N -n "$1" -o '%T' 2>/dev/null | grep -qE '^(idle|mixed|allocated|completing)$'; }
 fail_up() {

@@ -19,6 +19,7 @@ from monarch_slurm.actor.replies import EXCEPTION, VALUE
 from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.actor.shape import Shape, Slice
 from monarch_slurm.config import clear_runtime_config, configure
+from monarch_slurm.host.identity import take_no_sigterm
 from monarch_slurm.host.proc import ProcSpec
 from monarch_slurm.host.stacks import register_stacks
 from monarch_slurm.wire import AGENT, Address, Loop, Message, StreamLink, WireError, dumps
@@ -120,6 +121,7 @@ def main(spec: ProcSpec) -> int:
     configure(**spec.settings)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     prefix_log_records()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if not take_no_sigterm():
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     set_client_boot(None)
     return _Proc(spec).run()

@@ -78,10 +78,22 @@ def _rate(context: click.Context, parameter: click.Parameter, value: float) -> f
 @click.option(
     "--out", type=click.Path(file_okay=False), default="runs", show_default=True, help="Folder for run folders."
 )
+@click.option(
+    "--resume",
+    type=click.Path(exists=True, file_okay=False),
+    help="Folder of a run that was ended early: go on with it from its saved state, with the same options.",
+)
 @click.option("--partition", help="Slurm partition.")
 @click.option("--account", help="Slurm account.")
 @click.option("--qos", help="Slurm QOS.")
 @click.option("--time", "time_limit", help="Slurm time limit, as sbatch takes it.")
+@click.option(
+    "--requeue/--no-requeue",
+    default=False,
+    show_default=True,
+    help="Whether Slurm starts the job again, to go on where it was, near its time limit and when it is preempted.",
+)
+@click.option("--notice", type=click.IntRange(1), help="Seconds before the time limit at which the state is saved.")
 @click.option("--gpus-per-node", type=click.IntRange(1))
 @click.option("--cpus-per-task", type=click.IntRange(1))
 @click.option("--address", help="Interface, network or IP address that the run's processes use on each node.")
@@ -118,6 +130,7 @@ def train(context: click.Context, /, where: str | None, nodes: int | None, in_jo
         max_host_restarts=options["max_host_restarts"],
         restart_window=options["restart_window"],
         reference=options["reference"],
+        resume=options["resume"],
     )
     if where == "local" and nodes is not None:
         raise click.UsageError("--local and --nodes exclude each other")
@@ -161,4 +174,6 @@ _SLURM_OPTIONS = (
     "address",
     "slurm_args",
     "exclusive",
+    "requeue",
+    "notice",
 )

@@ -21,7 +21,7 @@ import zmq
 from monarch_slurm.config import configure, settings
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.host.exits import ProcDown
-from monarch_slurm.host.identity import address_towards
+from monarch_slurm.host.identity import address_towards, ending_signals
 from monarch_slurm.host.lease import Lease
 from monarch_slurm.host.log_streams import LogStreams
 from monarch_slurm.host.mailbox import Mailboxes
@@ -139,7 +139,7 @@ class Agent:
     def run(self) -> int:
         """Serve until told to end; return the exit code."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._loop.call_on_signals((signal.SIGTERM, signal.SIGHUP), self._told_by_signal)
+        self._loop.call_on_signals(ending_signals(), self._told_by_signal)
         hello = {"name": self.name, "pid": os.getpid(), "hostname": socket.gethostname(), "address": self.ip}
         self._up.send(Message("hello", CONTROLLER, self._address, hello))
         self._procs.warm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from pathlib import Path
 
@@ -10,6 +11,25 @@ from monarch_slurm.errors import MonarchSlurmError
 
 ADDRESS_VARIABLE = "MONARCH_SLURM_ADDRESS"
 """Procs find the IP address of their host in this environment variable."""
+
+SUPERVISED_VARIABLE = "MONARCH_SLURM_SUPERVISED"
+"""Set in an agent's environment: SIGTERM is not for the agent and its procs; its supervisor ends them by SIGHUP.
+
+Slurm sends SIGTERM to every process of a job at once, also while the program still needs its procs to save something.
+"""
+
+
+def take_no_sigterm() -> bool:
+    """Have SIGTERM do nothing here if this process is supervised; return whether it is."""
+    if SUPERVISED_VARIABLE not in os.environ:
+        return False
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which programs started from here would inherit
+    return True
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that tell an agent to end; if it is supervised, SIGTERM does nothing from now on."""
+    return (signal.SIGHUP,) if take_no_sigterm() else (signal.SIGTERM, signal.SIGHUP)
 
 
 class NoControllerError(MonarchSlurmError):

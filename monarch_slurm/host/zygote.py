@@ -22,6 +22,7 @@ import traceback
 from typing import Any, NoReturn
 
 from monarch_slurm.host import kernel, numa
+from monarch_slurm.host.identity import take_no_sigterm
 from monarch_slurm.host.orphans import PROC_VARIABLE
 from monarch_slurm.host.proc import PACKET_BYTES, ProcSpec, become_command, run_proc
 from monarch_slurm.wire import pack, unpack
@@ -48,6 +49,7 @@ def main() -> None:
     kernel.die_with_parent(agent)
     kernel.set_name("ms-zygote")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller; the agent ends this process
+    take_no_sigterm()
     with socket.socket(fileno=fd) as agent_socket:
         failures = preload(modules)
         threads = len(os.listdir("/proc/self/task"))

@@ -5,7 +5,8 @@
 - `request`, `container`, `share`, `submission`: what Slurm is asked for
 - `batch`, `steps`, `node`, `supervisor`: what then runs on the head node and on each node
 - `launch`, `templates`: batch scripts that a person writes
-- `head`: what if the head is lost
+- `head`, `head_lock`: what if the head is lost, or there are two
+- `notice`, `requeue`: what if Slurm is about to end the job
 - `status`, `follow`, `logs`, `locate`, `diagnosis`: what became of it
 - `allocation`, `address`, `nodelist`: the allocation around this process
 - `commands`, `bash_actor`, `host_shell`, `port_forwarder`: commands, terminals and tunnels on a job's hosts
@@ -43,6 +44,7 @@ from monarch_slurm.job.errors import (
 )
 from monarch_slurm.job.follow import follow
 from monarch_slurm.job.local import LocalJob
+from monarch_slurm.job.notice import SAVED, save_on_notice
 from monarch_slurm.job.process import LostHostsError, ProcessJob, hosts_from_config
 from monarch_slurm.job.request import NodeSpec
 from monarch_slurm.job.slurm import SlurmJob
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_JOB_PATH",
+    "SAVED",
     "AddressError",
     "AllocationError",
     "BashActor",
@@ -107,6 +110,7 @@ __all__ = [
     "load_current_job",
     "new_service_proc_id",
     "ranked_service_proc_id_from_env",
+    "save_on_notice",
     "serialize_service_proc_ids",
     "service_proc_addr",
     "service_proc_addrs",

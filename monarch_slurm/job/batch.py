@@ -4,7 +4,8 @@ The program is the controller. When it ends, its exit code goes into the job's f
 the exit code of the job. The hosts' steps end by themselves then; what is left of them Slurm ends with the job.
 
 Slurm gives the notice that the time limit is near (SIGUSR2) to this process alone, which sends the program a SIGTERM
-while agents and procs still work.
+while agents and procs still work. A program that has saved then (`monarch_slurm.job.notice`) is started again with the
+whole job, if the job is one that may be.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,12 +24,16 @@ from monarch_slurm.job.allocation import SlurmAllocation
 from monarch_slurm.job.container import Container
 from monarch_slurm.job.errors import JobError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
+from monarch_slurm.job.head_lock import HeadLock, SecondHeadError
+from monarch_slurm.job.notice import SAVED
 from monarch_slurm.job.processes import end_processes, find_processes
+from monarch_slurm.job.requeue import kill_wait, requeue
 from monarch_slurm.job.steps import HOST_STEP, Steps, program_step, signal_program_step, step_command, step_environment
 from monarch_slurm.job.supervisor import (
     AGENT_GRACE,
     BATCH_VARIABLE,
     CHECK_SECONDS,
+    KILL_WAIT_VARIABLE,
     Signals,
     describe_code,
     set_up_log,
@@ -51,7 +57,8 @@ class BatchPlan:
         program: command line of the controller; None if it runs outside of the allocation.
         python: shell words that start Python on the nodes.
         address: option for `find_address` on each node; None takes the address that reaches the controller.
-        requeue: whether the job starts again when its head is lost, rather than ending.
+        requeue: whether the job starts again when its head is lost, or its program was asked to end and has saved,
+            rather than ending.
         srun_args: further options of the srun that starts a host.
         preflight: shell commands that must succeed on a node before its agent starts.
         container: in which program and agents run; None for none.
@@ -114,6 +121,11 @@ class _Batch:
         self._plan = plan
         self._allocation = allocation = SlurmAllocation.from_env()
         self._signals = Signals()
+        self._again = False
+        self._program: subprocess.Popen[bytes] | None = None
+        self._lock = HeadLock(folder.path, allocation.node_name, allocation.restarts)
+        self._lock.take(self._signals.wait)
+        os.environ[KILL_WAIT_VARIABLE] = str(kill_wait())
         if allocation.restarts:
             folder.forget_program()
         self._steps = Steps(
@@ -121,17 +133,34 @@ class _Batch:
         )
 
     def run(self) -> int:
+        is_head = True
         try:
             if self._plan.program is None:
                 self._steps.start()
                 return self._watch_steps()
-            controller = self._start_program(self._plan.program)
+            self._program = self._start_program(self._plan.program)
             self._steps.start()
-            return self._watch_program(controller)
+            return self._watch_program(self._program)
+        except SecondHeadError:
+            # Nothing but our own children may be ended: what else is found by this folder may be the other head's.
+            is_head = False
+            if self._program is not None and self._program.poll() is None:
+                os.killpg(self._program.pid, signal.SIGKILL)
+            self._steps.terminate(STEP_GRACE)
+            raise
         finally:
-            self._steps.end(STEP_GRACE, self._signals.wait)
-            inside = f"{BATCH_VARIABLE}=1".encode()
-            end_processes(lambda: find_processes(self._folder.path, lambda env: inside in env), AGENT_GRACE)
+            if is_head:
+                self._tidy_up()
+
+    def _tidy_up(self) -> None:
+        if self._again:
+            requeue(
+                self._allocation.job_id, self._signals
+            )  # the SIGTERM of Slurm then ends the tasks of the hosts, too
+        self._steps.end(STEP_GRACE, self._signals.wait)
+        inside = f"{BATCH_VARIABLE}=1".encode()
+        end_processes(lambda: find_processes(self._folder.path, lambda env: inside in env), AGENT_GRACE)
+        self._lock.release()
 
     def _start_program(self, program: Sequence[str]) -> subprocess.Popen[bytes]:
         log = os.open(self._folder.controller_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -157,20 +186,27 @@ class _Batch:
             os.close(log)
 
     def _watch_program(self, controller: subprocess.Popen[bytes]) -> int:
-        stop_told = False
+        stop_told = limit_told = False
         while (code := controller.poll()) is None:
             if self._signals.stop and not stop_told:
                 logger.warning("SIGTERM: waiting for the program to end")
                 stop_told = True
-            if self._signals.limit_near:
-                logger.warning("the time limit is near: asking the program to end")
+            if self._signals.limit_near and not limit_told:
+                logger.warning("the time limit or a preemption is near: asking the program to end")
                 self._ask_to_end(controller)
-                self._signals.limit_near = False
+                limit_told = True
             self._steps.check(again=not self._signals.stop)
+            self._lock.beat()
             self._signals.wait(CHECK_SECONDS)
         code = code if code >= 0 else 128 - code
         logger.info("the program ended: %s", describe_code(controller.returncode))
-        self._folder.write_exit_code(code)
+        asked = limit_told or self._signals.stop
+        if asked and self._plan.requeue and code in (SAVED, 128 + signal.SIGTERM):  # or it was asked before it could
+            # No exit code: whoever follows the job waits for its next start. After a SIGTERM it is Slurm that ends the
+            # job, and that starts it again, unless somebody has cancelled it.
+            self._again = not self._signals.stop
+        else:
+            self._folder.write_exit_code(code)
         self._folder.controller_file.unlink(missing_ok=True)  # agents that have missed its last word end by this
         self._folder.admin_file.unlink(missing_ok=True)
         return code
@@ -184,5 +220,6 @@ class _Batch:
     def _watch_steps(self) -> int:
         while self._steps.active and not self._signals.stop:
             self._steps.check(again=not self._signals.stop)
+            self._lock.beat()
             self._signals.wait(CHECK_SECONDS)
         return self._steps.worst

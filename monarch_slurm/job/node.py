@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from monarch_slurm.host.agent import ENDED, LEASE_EXPIRED
+from monarch_slurm.host.identity import SUPERVISED_VARIABLE
 from monarch_slurm.job.address import find_address
 from monarch_slurm.job.allocation import SlurmAllocation
 from monarch_slurm.job.errors import JobError, PreflightError
@@ -35,6 +37,7 @@ from monarch_slurm.job.supervisor import (
     BATCH_VARIABLE,
     CHECK_SECONDS,
     CLIENT_WAIT,
+    KILL_WAIT_VARIABLE,
     Signals,
     describe_code,
     set_up_log,
@@ -43,6 +46,9 @@ from monarch_slurm.job.supervisor import (
 from monarch_slurm.wire import KeyFileError, make_runtime_dir, read_invitation
 
 MODULE = "monarch_slurm.job.node"
+
+PROGRAM_SHARE = 2 / 3
+"""Part of ``KillWait`` for which a program that Slurm asks to end keeps its agents and procs."""
 
 DIAL_SECONDS = 2.0
 """Time for the controller's machine to take a connection."""
@@ -107,6 +113,9 @@ class _Task:
         self._address = find_address(options.address, "") if options.address is not None else None
         self._signals = Signals()
         self._slurmstepd = os.getppid()
+        alone = self._outside or self._session  # no program of the job that would have to save something
+        self._patience = 0.0 if alone else float(os.environ.get(KILL_WAIT_VARIABLE, "0")) * PROGRAM_SHARE
+        self._stop_at: float | None = None
 
     def run(self) -> int:
         if not self._outlive_predecessors():
@@ -115,7 +124,7 @@ class _Task:
         try:
             return self._watch(self._start_agent(runtime_dir))
         finally:
-            end_processes(lambda: self._find(own=True), AGENT_GRACE)
+            end_processes(lambda: self._find(own=True), AGENT_GRACE, signal.SIGHUP)
             shutil.rmtree(runtime_dir, ignore_errors=True)
 
     def _outlive_predecessors(self) -> bool:
@@ -128,9 +137,9 @@ class _Task:
                 self._signals.wait(CHECK_SECONDS)
                 self._check_step()
             if self._is_over():
-                end_processes(lambda: self._find(own=False), AGENT_GRACE)
+                end_processes(lambda: self._find(own=False), AGENT_GRACE, signal.SIGHUP)
                 return False
-        end_processes(lambda: self._find(own=False), 0.0)
+        end_processes(lambda: self._find(own=False), 0.0, signal.SIGHUP)
         return not (watched and self._outside and not self._folder.controller_file.exists())
 
     def _find(self, own: bool) -> set[int]:
@@ -154,12 +163,21 @@ class _Task:
         if self._address is not None:
             command += ["--address", self._address]
         env = {**os.environ, FOLDER_VARIABLE: str(self._folder.path), "MONARCH_SLURM_RUNTIME_DIR": str(runtime_dir)}
+        if self._patience:
+            env[SUPERVISED_VARIABLE] = "1"
         if self._outside or self._session:  # a program at a prompt may be stopped by Ctrl-Z
             env.setdefault("MONARCH_SLURM_MESH_ORPHAN_TIMEOUT", str(CLIENT_WAIT))
         return start_child(command, env)
 
     def _is_over(self) -> bool:
-        return self._signals.stop or self._folder.exit_code() is not None
+        """Return whether this task is to end: the program has, or Slurm said so and the program had time to save."""
+        if self._folder.exit_code() is not None:
+            return True
+        if not self._signals.stop:
+            return False
+        if self._stop_at is None:
+            self._stop_at = time.monotonic() + self._patience
+        return time.monotonic() >= self._stop_at or not self._folder.controller_file.exists()
 
     def _watch(self, agent: subprocess.Popen[bytes]) -> int:
         while (code := agent.poll()) is None:

@@ -36,13 +36,15 @@ def find_processes(folder: Path, is_wanted: Callable[[set[bytes]], bool] = lambd
     return found
 
 
-def end_processes(find: Callable[[], Collection[int]], grace: float) -> None:
+def end_processes(find: Callable[[], Collection[int]], grace: float, ask: int = signal.SIGTERM) -> None:
     """Ask the processes that ``find`` returns to end, and kill those that still live after ``grace`` seconds.
+
+    They are asked by the signal ``ask``.
 
     Looks again until none is left, for a process may start others until it is gone.
     """
     for pid in find():
-        _signal(pid, signal.SIGTERM)
+        _signal(pid, ask)
     deadline = time.monotonic() + grace
     while find() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)

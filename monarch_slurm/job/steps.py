@@ -286,6 +286,19 @@ class Steps:
                 step.process.kill()
                 step.process.wait()
 
+    def terminate(self, grace: float) -> None:
+        """End all steps now: srun kills its step when it gets SIGTERM. It is killed after ``grace`` seconds."""
+        running = [step.process for step in self._steps if step.process is not None]
+        for process in running:
+            process.terminate()
+        deadline = self._clock() + grace
+        for process in running:
+            try:
+                process.wait(max(0.0, deadline - self._clock()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
     def _start(self, step: _Step) -> None:
         step.next_try = None
         step.held = False

@@ -27,6 +27,9 @@ CLIENT_WAIT = 600
 AGENT_GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for the processes of a job."""
 
+KILL_WAIT_VARIABLE = "MONARCH_SLURM_KILL_WAIT"
+"""Environment variable of a job's steps: seconds between SIGTERM and SIGKILL of a job that Slurm ends."""
+
 CHECK_SECONDS = 1.0
 """Pause between two looks at the shared folder."""
 

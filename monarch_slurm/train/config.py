@@ -6,6 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from monarch_slurm.train.saved import SavedState
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -96,6 +98,7 @@ class Place:
         store_port: port of the replica's TCPStore at ``store_address``; rank 0 serves it. 0 when the replica has one
         rank. store_address: IP address of the replica's rank 0.
         device: index of the rank's GPU among those of its host; it is taken modulo their number.
+        saved: the state that the run went on from; None if it began anew.
         committed_step: the highest ``step`` of a committed sync that the supervisor has seen in the run so far. A
         trainer
             that meets a quorum which knows less raises instead of training from the start again.
@@ -111,3 +114,4 @@ class Place:
     store_address: str = "127.0.0.1"
     committed_step: int = 0
     device: int = 0
+    saved: SavedState | None = None

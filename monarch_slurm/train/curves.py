@@ -6,13 +6,14 @@ Functions of a list of events, as in `monarch_slurm.train.timeline`. Times are s
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from monarch_slurm.train import units
-from monarch_slurm.train.event_index import EventIndex
+from monarch_slurm.train.event_index import EventIndex, last_before
 from monarch_slurm.train.events import Event
 from monarch_slurm.train.timeline import Failure
 
@@ -145,13 +146,16 @@ def _lane(index: EventIndex, replica: int, failed: dict[tuple[int, int], float],
         died = failed.get((replica, generation))
         finished = index.first("finished", replica, generation)
         following = [s for g in generations[i + 1 :] if (s := index.first("trainer_started", replica, g)) is not None]
-        until = min([x for x in (died, finished, *following[:1]) if x is not None], default=end)
         started = index.first("trainer_started", replica, generation)
+        paused = None if started is None or died is not None or finished is not None else _run_ended(index, started)
+        until = min([x for x in (died, finished, paused, *following[:1]) if x is not None], default=end)
         if started is not None:
             back = _has_state(index, replica, generation, first=i == 0)
             back = until if back is None else min(back, until)
             add(JOINING, started, back, generation)
             add(TRAINING, back, until, generation)
+        if paused is not None:
+            died = paused
         if died is None:
             continue
         stop = following[0] if following else end
@@ -163,14 +167,25 @@ def _lane(index: EventIndex, replica: int, failed: dict[tuple[int, int], float],
     return lane
 
 
+def _run_ended(index: EventIndex, t: float) -> float | None:
+    """Return when the start of the run that was under way at ``t`` ended; None if it is the last one."""
+    following = next((float(e["t"]) for e in index.kind("run_started") if float(e["t"]) > t), None)
+    if following is None:
+        return None
+    ended = [float(e["t"]) for e in index.kind("run_finished") if t <= float(e["t"]) <= following]
+    return ended[-1] if ended else last_before(index.events, math.nextafter(following, 0.0))
+
+
 def _has_state(index: EventIndex, replica: int, generation: int, *, first: bool) -> float | None:
-    """Return when a generation held the run's state: its first quorum, or the state's arrival if it was healed."""
+    """Return when a generation held the run's state: loaded, at its first quorum, or healed by the state's arrival."""
     quorums = index.of("quorum", replica, generation)
     if quorums and quorums[0].get("healing") is True:
         received = index.first("state_received", replica, generation)
         commits = [float(e["t"]) for e in index.of("sync", replica, generation) if e.get("committed") is True]
         return received if received is not None else min(commits, default=None)
     known = [float(quorums[0]["t"])] if quorums else []
+    if (loaded := index.first("loaded", replica, generation)) is not None:
+        known.append(loaded)
     if first and (stepped := index.first("step", replica, generation)) is not None:
         known.append(stepped)
     return min(known, default=None)
@@ -200,8 +215,14 @@ def training_replicas(all_lanes: dict[int, list[Segment]]) -> Points:
 
 
 def restarts(events: Iterable[Event] | EventIndex) -> dict[int, int]:
-    """Return how often each replica was started again."""
-    return {replica: len(generations) - 1 for replica, generations in _index(events).generations.items()}
+    """Return how often each replica was started again, other than with the whole run."""
+    index = _index(events)
+    starts = [float(e["t"]) for e in index.kind("run_started")]
+    result = {}
+    for replica, generations in index.generations.items():
+        times = [index.first("trainer_started", replica, generation) or 0.0 for generation in generations]
+        result[replica] = len(generations) - max(1, len({bisect.bisect_right(starts, t) for t in times}))
+    return result
 
 
 def _index(events: Iterable[Event] | EventIndex) -> EventIndex:

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +30,7 @@ from monarch_slurm.train.events import Event, event
 from monarch_slurm.train.fault_tolerance import QuorumError, ReplicaManager, Sync, make_diloco
 from monarch_slurm.train.llama import CONFIGS, Llama, LlamaConfig, count_parameters, init_parameters, loss_function
 from monarch_slurm.train.replica import Replica, open_replica
+from monarch_slurm.train.saved import SavedStateError, read_state, state_path, write_state
 from monarch_slurm.train.schedule import learning_rate, tokens_within_sync
 
 _EVALUATIONS = 25  # validation losses in a run without failures, about
@@ -47,6 +49,9 @@ class Engine(Protocol):
 
     def let_go(self, patience: float) -> bool:
         """Stop to wait for peers if that takes longer than ``patience`` seconds; for any thread."""
+
+    def save_soon(self, folder: str) -> None:
+        """Save the state into the run's ``folder`` at the next opportunity; for any thread."""
 
 
 class NonFiniteLossError(MonarchSlurmError):
@@ -117,6 +122,9 @@ class LlamaEngine:
         self._loss = math.nan
         self._manager: ReplicaManager | None = None
         self._replica: Replica | None = None
+        self._save_to: str | None = None
+        self._saved_step = -1
+        self._sampler_at_sync = 0
 
     def __repr__(self) -> str:
         where = f"replica {self._place.replica} rank {self._place.rank} generation {self._place.generation}"
@@ -138,7 +146,8 @@ class LlamaEngine:
             self._emit("engine_ready", parameters=count_parameters(self._model), seconds=time.time() - began)
             with self._diloco:
                 self._enter("compute")
-                if self._place.committed_step > 0:
+                self._resume()
+                if self._place.committed_step > self._step:
                     self._join()
                 while self._tokens < self._config.tokens:
                     self._inner_step()
@@ -157,6 +166,14 @@ class LlamaEngine:
             Whether there was one. The sync that it belongs to is lost.
         """
         return self._manager is not None and self._manager.group.let_go(patience)
+
+    def save_soon(self, folder: str) -> None:
+        """Save the state before the next inner step, and again after every sync from then on; for any thread.
+
+        What is saved is the state as of the last committed sync: the steps since then are done again when it is loaded.
+        Each save is told by a ``saved`` event.
+        """
+        self._save_to = folder
 
     def _build(self) -> None:
         config, place = self._config, self._place
@@ -204,6 +221,41 @@ class LlamaEngine:
         decay = self._config.weight_decay
         return torch.optim.AdamW(groups, lr=self._config.lr, betas=(0.9, 0.95), weight_decay=decay, fused=True)
 
+    def _save_if_asked(self) -> None:
+        if self._save_to is None or self._saved_step == self._step or self._step == 0:
+            return
+        assert self._manager is not None
+        self._enter("save")
+        began = time.time()
+        self._saved_step = self._step
+        tree = self._manager.full_state()
+        # The parameters as of the last sync are DiLoCo's; the inner optimizer's moments are as they are now.
+        del tree["user"]["trainer"]["model"]
+        tree["user"]["trainer"]["sampler"] = {"step": self._sampler_at_sync}
+        path = state_path(Path(self._save_to), self._step, self._place.rank)
+        try:
+            sha256, count = write_state(path, tree)
+            self._emit("saved", step=self._step, sha256=sha256, bytes=count, seconds=time.time() - began)
+        except SavedStateError as error:  # the run itself can go on, and another replica may fare better
+            self._emit("saved", step=self._step, error=str(error), seconds=time.time() - began)
+        self._enter("compute")
+
+    def _resume(self) -> None:
+        """Load the state that the run goes on from, unless the other replicas are beyond it already."""
+        saved = self._place.saved
+        if saved is None or self._place.committed_step != saved.step:
+            return
+        assert self._manager is not None
+        began = time.time()
+        tree = state.restore(
+            read_state(saved.path(self._place.rank), saved.sha256[self._place.rank]),
+            None if self._replica is None else self._replica.mesh,
+        )
+        self._manager.load_full_state(tree)
+        self._diloco._restore_parameters()
+        self._sampler_at_sync = self._sampler.step
+        self._emit("loaded", step=self._step, seconds=time.time() - began)
+
     def _save_state(self) -> dict[str, Any]:
         assert self._manager is not None
         return {
@@ -216,9 +268,16 @@ class LlamaEngine:
     def _load_state(self, saved: dict[str, Any]) -> None:
         assert self._manager is not None
         self._manager.trained = saved["trained"]
-        self._model.load_state_dict(saved["model"])
+        if "model" in saved:  # a state on disk has the parameters once only
+            self._model.load_state_dict(saved["model"])
         self._optimizer.load_state_dict(saved["optimizer"])
         self._sampler.load_state_dict(saved["sampler"])
+
+    @property
+    def _step(self) -> int:
+        """Committed syncs of the run, as this replica's state knows them."""
+        assert self._manager is not None
+        return int(self._manager.current_step())
 
     @property
     def _tokens(self) -> int:
@@ -248,6 +307,7 @@ class LlamaEngine:
 
     def _inner_step(self) -> None:
         assert self._manager is not None
+        self._save_if_asked()
         self._step_began = time.time()
         self._local_step += 1
         rate = learning_rate(self._expected_tokens(), self._config)
@@ -297,6 +357,8 @@ class LlamaEngine:
             seconds=sync.seconds,
         )
         self._local_step, self._participants = 0, sync.participants
+        if sync.committed:
+            self._sampler_at_sync = self._sampler.step
         if self._tokens >= self._config.tokens:
             return
         if sync.committed:

@@ -7,8 +7,8 @@ From trainers (`TRAINER_KINDS`):
 
 - ``trainer_started``: ``pid``, ``host``
 - ``engine_ready``: ``parameters`` (count), ``seconds`` since ``trainer_started``
-- ``phase``: ``phase`` is ``"compute"``, ``"sync"`` or ``"eval"``; sent on every change, so that a step deadline can be
-  told from a wait for others
+- ``phase``: ``phase`` is ``"compute"``, ``"sync"``, ``"eval"`` or ``"save"``; sent on every change, so
+  that a step deadline can be told from a wait for others
 - ``step``: ``step`` (inner steps done by this trainer's state), ``loss`` (training loss), ``tokens`` (committed tokens
   of the whole run so far), ``lr``, ``seconds``
 - ``quorum_asked``: ``step`` (manager step)
@@ -18,12 +18,16 @@ From trainers (`TRAINER_KINDS`):
 - ``sync``: ``step``, ``committed`` (bool), ``participants``, ``tokens`` (committed tokens of the run), ``seconds`` (the
   whole sync)
 - ``eval``: ``step``, ``tokens``, ``loss`` (validation loss of the global parameters)
+- ``saved``: ``step`` (manager step), ``sha256``, ``bytes``, ``seconds``: this rank's state is on the disk; or ``error``
+- ``loaded``: ``step``, ``seconds``: this rank goes on from a state that was saved
 - ``error``: ``error`` (last line), ``traceback``
 - ``finished``: ``tokens``, ``step``, ``loss`` (final validation loss)
 
 From the manager and the replica supervisors:
 
-- ``run_started``: ``run``, ``config``, ``hosts``, ``versions``; ``run_finished``: ``ok`` (bool), ``reason``
+- ``run_started``: ``run``, ``config``, ``hosts``, ``versions``, ``step`` (manager step that it goes on from), ``job``
+  (Slurm's number or None); once for each start of a run. ``run_finished``: ``ok`` (bool), ``reason``
+- ``state_saved``: ``step``: a whole state is on the disk, from which the run can go on
 - ``lighthouse``: ``address``
 - ``injected``: ``failure`` (running number), ``type`` (``kill``, ``segfault``, ``exception``, ``hang``), ``rank``
 - ``detected``: ``failure`` (None if it was not injected), ``cause`` (text), ``host``, ``proc``, ``rank``, ``exit``
@@ -53,6 +57,8 @@ TRAINER_KINDS = frozenset(
         "state_received",
         "sync",
         "eval",
+        "saved",
+        "loaded",
         "error",
         "finished",
     }

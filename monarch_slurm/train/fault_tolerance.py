@@ -129,6 +129,7 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         self._emit, self._on_sync = emit, on_sync
         self._place, self._verify = place, config.verify_state
         self._saves: dict[str, Callable[[], Any]] = {}
+        self._loads: dict[str, Callable[[Any], None]] = {}
         self._reports: list[tuple[str, Transfer]] = []
         self._sync_began = 0.0
         self._healed = False
@@ -172,12 +173,18 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
     ) -> None:
         """Add a part of the state that a joining replica is given."""
-        self._saves[key] = state_dict
+        self._saves[key], self._loads[key] = state_dict, load_state_dict
         super().register_state_dict_fn(key, load_state_dict, state_dict)
 
     def full_state(self) -> dict[str, Any]:
         """Return all that a joining replica is given, in the form in which TorchFT sends it."""
         return {"user": {key: save() for key, save in self._saves.items()}, "torchft": self.state_dict()}
+
+    def load_full_state(self, saved: dict[str, Any]) -> None:
+        """Load what `full_state` returned, before the first quorum."""
+        for key, load in self._loads.items():
+            load(saved["user"][key])
+        self.load_state_dict(saved["torchft"])
 
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None

@@ -114,7 +114,7 @@ class RunState:
         return cast("list[Notice]", handler(t, event, replica, state, generation))
 
     def _on_run_started(self, t: float, event: dict[str, Any]) -> list[Notice]:
-        self.started = t
+        self.started, self.ok = t, None
         hosts = event.get("hosts")
         count = len(hosts) if isinstance(hosts, (list, tuple)) else 0
         where = f" on {count} host{'s' if count > 1 else ''}" if count else ""

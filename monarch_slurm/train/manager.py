@@ -6,9 +6,11 @@ shows them, injects failures by schedule, and decides when the run is over.
 
 from __future__ import annotations
 
+import os
 import queue
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,12 @@ from monarch_slurm.errors import ConfigError, MonarchSlurmError
 from monarch_slurm.train.config import TrainConfig
 from monarch_slurm.train.events import Event, event
 from monarch_slurm.train.injection import Injection
+from monarch_slurm.train.saved import SavedState, mark_saved
+from monarch_slurm.train.saving import Saving
 from monarch_slurm.train.supervisor import TRAINER_ENV, ReplicaActor, RestartPolicy
 from monarch_slurm.train.trainer import LighthouseActor
+
+JOURNAL = "journal.jsonl"
 
 START_TIMEOUT = 120.0
 """Seconds for the Lighthouse and the supervisors to start, imports included."""
@@ -56,6 +62,8 @@ class Run:
         policy: how often replicas may restart.
         injections: failures to inject, by time since all replicas began to train.
         watch: called with every event, on the caller's thread.
+        saved: the state that the run goes on from; None begins anew.
+        history: events of earlier starts of this run.
     """
 
     def __init__(
@@ -66,6 +74,8 @@ class Run:
         policy: RestartPolicy | None = None,
         injections: Iterator[Injection] | None = None,
         watch: Callable[[Event], None] = lambda event: None,
+        saved: SavedState | None = None,
+        history: Sequence[Event] = (),
     ) -> None:
         self._config = config
         self._hosts = hosts
@@ -73,13 +83,19 @@ class Run:
         self._injections = injections or iter(())
         self._next_injection = next(self._injections, None)
         self._watch = watch
-        self._journal = Journal(folder / "journal.jsonl")
-        self.events: list[Event] = []
-        self._replicas = [_ReplicaState() for _ in range(config.replicas)]
+        self._folder = folder.absolute()
+        self._journal = Journal(folder / JOURNAL)
+        self.events: list[Event] = list(history)
+        self._saved = saved
+        self._first_generation = max((e["generation"] + 1 for e in history if "generation" in e), default=0)
+        self._replicas = [_ReplicaState(generation=self._first_generation) for _ in range(config.replicas)]
+        self._saving: Saving | None = None
+        self._save_wanted, self._save_over = threading.Event(), threading.Event()
+        self._following = False
         self._faults: queue.SimpleQueue[MeshFailure] = queue.SimpleQueue()
         self._began: float | None = None
         self._first_finished: float | None = None
-        self._failures = 0
+        self._failures = max((e["failure"] for e in history if e["kind"] == "injected"), default=0)
         self._enough = ""
         self._supervisors: Any = None
 
@@ -100,7 +116,14 @@ class Run:
         except MonarchSlurmError as error:
             reason = str(error)
             raise
+        except SystemExit:  # of `save_on_notice`
+            reason = "asked to end; " + (
+                "nothing was saved" if self._saved is None else f"saved at step {self._saved.step}"
+            )
+            raise
         finally:
+            self._following = False
+            self._save_over.set()
             public.unhandled_fault_hook = hook
             for mesh in reversed(meshes):
                 mesh.stop()
@@ -116,6 +139,15 @@ class Run:
     def stop(self, reason: str) -> None:
         """End the run before its tokens are trained, as a success; for benchmarks. From `watch` or another thread."""
         self._enough = reason
+
+    def save(self) -> None:
+        """Save the state of the run, and return when it is on the disk. For any other thread than that of `run`.
+
+        Returns at once when no replica holds a state that would be worth it: the run then goes on from the one before.
+        """
+        if self._following:
+            self._save_wanted.set()
+            self._save_over.wait()
 
     def _start(self, meshes: list[Any]) -> PortReceiver[Event]:
         config = self._config
@@ -136,18 +168,24 @@ class Run:
                 config=config.to_dict(),
                 hosts=names,
                 versions=versions,
+                step=0 if self._saved is None else self._saved.step,
+                job=os.environ.get("SLURM_JOB_ID"),
             )
         )
         self._take(event("lighthouse", address=url))
         port, receiver = Channel.open()
-        self._supervisors = supervisor_procs.spawn("replica", ReplicaActor, config, shares, url, self._policy, port)
+        self._supervisors = supervisor_procs.spawn(
+            "replica", ReplicaActor, config, shares, url, self._policy, port, self._first_generation, self._saved
+        )
         _started(self._supervisors.start.call(), "the supervisors of the replicas", home)
         return receiver
 
     def _follow(self, receiver: PortReceiver[Event]) -> None:
         arriving = receiver.recv()
+        self._following = True
         while not self._over():
             self._check_faults()
+            self._save_due()
             self._inject_due()
             try:
                 item = arriving.get(_TICK)
@@ -156,11 +194,31 @@ class Run:
             arriving = receiver.recv()
             self._take(item)
 
+    def _save_due(self) -> None:
+        if not self._save_wanted.is_set() or self._save_over.is_set():
+            return
+        if self._saving is None:
+            self._saving = Saving(str(self._folder), self._config.procs_per_replica)
+        training = [i for i, replica in enumerate(self._replicas) if replica.training and not replica.lost]
+        replica = self._saving.next_replica(training, time.monotonic())
+        if replica is not None:
+            self._supervisors.slice(replicas=replica).save.broadcast(str(self._folder))
+        elif self._saving.is_hopeless(training, time.monotonic()):
+            self._save_over.set()
+
+    def _take_saved(self, item: Event) -> None:
+        whole = self._saving.take(item) if self._saving is not None else None
+        if whole is not None and (self._saved is None or whole.step > self._saved.step):
+            mark_saved(whole)
+            self._saved = whole
+            self._take(event("state_saved", step=whole.step))
+            self._save_over.set()
+
     def _take(self, item: Event) -> None:
         self.events.append(item)
         kind = item["kind"]
         if kind not in ("step", "phase"):
-            self._journal.write(item, sync=kind in ("injected", "detected", "run_finished"))
+            self._journal.write(item, sync=kind in ("injected", "detected", "state_saved", "run_finished"))
         self._note(item)
         self._watch(item)
 
@@ -172,12 +230,18 @@ class Run:
         state.generation = max(state.generation, item["generation"])
         if item["generation"] < state.generation:
             return
-        if kind == "sync" and item["committed"]:
+        if kind == "saved":
+            self._take_saved(item)
+        elif kind == "loaded":
+            state.training = True  # it holds a state that is worth being saved
+        elif kind == "sync" and item["committed"]:
             state.training = True
             if self._began is None and all(replica.training for replica in self._replicas):
                 self._began = time.monotonic()
         elif kind in ("detected", "respawn"):
             state.training = False
+            if self._saving is not None:
+                self._saving.lost(item["replica"])
         elif kind == "finished":
             state.finished.add(item["rank"])
             self._first_finished = self._first_finished or time.monotonic()

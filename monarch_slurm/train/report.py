@@ -24,6 +24,7 @@ from monarch_slurm.train.report_html import render
 from monarch_slurm.train.timeline import STAGES, Failure, failures
 
 SCHEMA = 1
+REPORT = "report.json"
 MOST_STEPS = 2000
 """A report keeps at most this many ``step`` events; a long run has millions."""
 
@@ -56,7 +57,8 @@ def build_report(events: Iterable[Event], reference: Mapping[str, Any] | Iterabl
         "started": start,
         "config": begun.get("config") or {},
         "versions": begun.get("versions") or {},
-        "hosts": begun.get("hosts") or [],
+        "hosts": sorted({str(host) for e in index.kind("run_started") for host in e.get("hosts") or []}),
+        "starts": _starts(index),
         "summary": _summary(index, found, lanes, compared),
         "failures": [f.to_dict() for f in found],
         "curves": {
@@ -85,7 +87,7 @@ def write_report(directory: str | os.PathLike[str], report: Report) -> tuple[Pat
         ReportError: the directory cannot be written to.
     """
     folder = Path(directory)
-    json_path, html_path = folder / "report.json", folder / "report.html"
+    json_path, html_path = folder / REPORT, folder / "report.html"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _replace(json_path, json.dumps(_plain(report), allow_nan=False, separators=(",", ":")))
@@ -103,7 +105,7 @@ def load_report(path: str | os.PathLike[str]) -> Report:
     """
     file = Path(path)
     if file.is_dir():
-        file = file / "report.json"
+        file = file / REPORT
     try:
         report = json.loads(file.read_bytes())
     except FileNotFoundError as e:
@@ -215,6 +217,31 @@ def _replicas(index: EventIndex, lanes: dict[int, list[curves.Segment]], start: 
                     {"state": s.state, "start": s.start - start, "end": s.end - start, "generation": s.generation}
                     for s in lane
                 ],
+            }
+        )
+    return result
+
+
+def _starts(index: EventIndex) -> list[dict[str, Any]]:
+    """Return each start of the run: when, in which job, on which hosts, from which step, and how it ended."""
+    started, finished = index.kind("run_started"), index.kind("run_finished")
+    result = []
+    for i, e in enumerate(started):
+        t = float(e["t"])
+        until = float(started[i + 1]["t"]) if i + 1 < len(started) else math.inf
+        end = next((f for f in finished if t <= float(f["t"]) < until), {})
+        result.append(
+            {
+                "started": t,
+                "ended": end.get("t"),
+                "job": e.get("job"),
+                "hosts": e.get("hosts") or [],
+                "step": e.get("step") or 0,
+                "saved_step": max(
+                    (s["step"] for s in index.kind("state_saved") if t <= float(s["t"]) < until), default=None
+                ),
+                "ok": end.get("ok"),
+                "reason": end.get("reason"),
             }
         )
     return result

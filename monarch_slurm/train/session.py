@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from monarch_slurm.actor import HostMesh
 from monarch_slurm.config import configure, settings
 from monarch_slurm.controller import ANSWERS, RestartLimit, make_job_folder
+from monarch_slurm.controller.journal import read_journal
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
-from monarch_slurm.job import SlurmJob, job_load
+from monarch_slurm.job import SlurmJob, job_load, save_on_notice
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.train.answers import answers_of
 from monarch_slurm.train.config import TrainConfig
 from monarch_slurm.train.events import Event
 from monarch_slurm.train.injection import schedule
 from monarch_slurm.train.live import LiveView
-from monarch_slurm.train.manager import Run
-from monarch_slurm.train.report import build_report, load_report, write_report
+from monarch_slurm.train.manager import JOURNAL, Run
+from monarch_slurm.train.report import REPORT, build_report, load_report, write_report
+from monarch_slurm.train.saved import find_saved
 from monarch_slurm.train.supervisor import RestartPolicy
 
 PRELOAD = "monarch_slurm.train.engine:preload,monarch_slurm.train.trainer,monarch_slurm.train.supervisor"
@@ -33,6 +31,12 @@ PRELOAD = "monarch_slurm.train.engine:preload,monarch_slurm.train.trainer,monarc
 imported."""
 
 REFERENCE_FOLDER = "reference"
+
+RUN_LINK = "run"
+"""Name, in a job's folder, of a link to the folder of the run that the job trains."""
+
+_SAME = ("model", "data", "seq_len", "batch_size", "replicas", "procs_per_replica", "sync_every", "seed")
+"""What must not change when a run goes on, for the saved state depends on it."""
 
 HOST_RESTART_WINDOW = 1800.0
 """Seconds within which ``max_host_restarts`` counts."""
@@ -50,6 +54,7 @@ class Plan:
         max_restarts: of one replica's procs within ``restart_window`` seconds, before the failure escalates to its
         hosts. max_host_restarts: of a replica with new zygotes on its hosts, before the replica is given up.
         reference: ``"auto"``, ``"none"``, or the path of the report of a failure-free run.
+        resume: folder of a run to go on with; None begins a new one.
     """
 
     config: TrainConfig
@@ -60,6 +65,7 @@ class Plan:
     max_host_restarts: int = 2
     restart_window: float = 300.0
     reference: str = "auto"
+    resume: str | None = None
 
     def policy(self) -> RestartPolicy:
         """Return the restart policy."""
@@ -76,20 +82,63 @@ def train_here(plan: Plan, in_job: bool = False) -> Path:
         MonarchSlurmError: the run could not be made or finished. A report of what happened is written all the same.
     """
     reference = check(plan)
-    folder = make_run_folder(Path(plan.out))
+    folder = _run_folder(plan, in_job)
     if not settings().preload:
         configure(preload=PRELOAD)
     if not settings().log_dir:
         configure(log_dir=str(folder / "logs"))
-    with _terminated_as_interrupted():
+    with save_on_notice(_save):
         hosts = _job_hosts() if in_job else None
         print(f"run folder: {folder}", flush=True)
         if plan.fail_every is not None and plan.reference == "auto":
             print("training without failures first, to compare with", flush=True)
             calm = replace(plan, fail_every=None)
-            reference = _train(calm, make_job_folder(folder / REFERENCE_FOLDER), hosts, None)
+            reference = _finished(folder / REFERENCE_FOLDER)
+            if reference is None:
+                reference = _train(calm, make_job_folder(folder / REFERENCE_FOLDER), hosts, None)
         _train(plan, folder, hosts, reference)
     return folder
+
+
+def _run_folder(plan: Plan, in_job: bool) -> Path:
+    """Return the folder of the run: that of its earlier start, if this is not the first."""
+    if plan.resume is not None:
+        return Path(plan.resume).absolute()
+    job_folder = os.environ.get(FOLDER_VARIABLE) if in_job else None
+    if job_folder is None:
+        return make_run_folder(Path(plan.out))
+    link = Path(job_folder) / RUN_LINK
+    if not link.is_dir():  # the job's first start
+        link.symlink_to(make_run_folder(Path(plan.out)))
+    return link.resolve()
+
+
+def _finished(folder: Path) -> dict[str, Any] | None:
+    """Return the report of the run in ``folder``, if it has trained all its tokens."""
+    if not (folder / REPORT).exists():
+        return None
+    report = load_report(folder)
+    return report if report["summary"].get("ok") else None
+
+
+def history(folder: Path, config: TrainConfig) -> list[Event]:
+    """Return the events of earlier starts of the run in ``folder``; none if there was no start.
+
+    Raises:
+        ConfigError: the run is another one.
+    """
+    if not (folder / JOURNAL).exists():
+        return []
+    events = read_journal(folder / JOURNAL)
+    first = next((e for e in events if e["kind"] == "run_started"), None)
+    wanted = config.to_dict()
+    changed = [name for name in _SAME if first is not None and first["config"].get(name) != wanted[name]]
+    if first is not None and changed:
+        named = ", ".join(f"--{name.replace('_', '-')} was {first['config'].get(name)}" for name in changed)
+        raise ConfigError(f"the run in {folder} cannot go on with other options: {named}")
+    if (folder / REPORT).exists():  # steps are not in the journal, for there are too many
+        events += [e for e in load_report(folder)["events"] if e["kind"] == "step"]
+    return events
 
 
 def check(plan: Plan) -> Any:
@@ -106,6 +155,10 @@ def check(plan: Plan) -> Any:
 
     model_config(plan.config.model)
     split_corpus(plan.config.data, plan.config.seq_len)
+    if plan.resume is not None:
+        if not (Path(plan.resume) / JOURNAL).exists():
+            raise ConfigError(f"{plan.resume} is not the folder of a run: it has no {JOURNAL}")
+        history(Path(plan.resume), plan.config)
     if plan.reference in ("auto", "none"):
         return None
     return load_report(plan.reference)
@@ -167,17 +220,38 @@ def _train(plan: Plan, folder: Path, hosts: HostMesh | None, reference: Any) -> 
     if plan.fail_every is not None:
         injections = schedule(plan.fail_every, plan.failures, config.replicas, config.procs_per_replica, config.seed)
     failed: BaseException | None = None
+    before, saved = history(folder, config), find_saved(folder)
+    if before:
+        at = "from its beginning: no state was saved" if saved is None else f"from step {saved.step}"
+        print(f"going on with run {folder.name} {at}", flush=True)
     with LiveView(config) as view:
-        run = Run(config, folder, hosts, plan.policy(), injections, view.update)
+        for item in sorted(before, key=lambda item: float(item["t"])):
+            view.state.apply(item)
+        run = Run(config, folder, hosts, plan.policy(), injections, view.update, saved, before)
         ANSWERS.update(answers_of(run, folder, config, view.state))
+        _runs.append(run)
         try:
             run.run()
-        except (MonarchSlurmError, KeyboardInterrupt) as error:
+        except (MonarchSlurmError, KeyboardInterrupt, SystemExit) as error:
             failed = error
+        finally:
+            _runs.remove(run)
     report = write(folder, run.events, reference)
+    if isinstance(failed, SystemExit) and (saved := find_saved(folder)) is not None:
+        print(f"saved at step {saved.step}; the same command with --resume {folder} goes on", flush=True)
     if failed is not None:
         raise failed
     return report
+
+
+_runs: list[Run] = []
+"""The run that is under way."""
+
+
+def _save() -> None:
+    """Save what is under way, for Slurm is about to end the job, or somebody this process."""
+    for run in list(_runs):
+        run.save()
 
 
 def write(folder: Path, events: list[Event], reference: Any) -> dict[str, Any]:
@@ -186,18 +260,3 @@ def write(folder: Path, events: list[Event], reference: Any) -> dict[str, Any]:
     _, html = write_report(folder, report)
     print(f"report: {html}", flush=True)
     return report
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM (scancel, the time limit) end the run as Ctrl-C does: with everything stopped and a report."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough; the tidying up must not be cut short
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -32,6 +32,7 @@ from monarch_slurm.controller import RestartBudget, RestartLimit
 from monarch_slurm.train.config import TrainConfig
 from monarch_slurm.train.events import Event, event
 from monarch_slurm.train.injection import FailureActor
+from monarch_slurm.train.saved import SavedState
 from monarch_slurm.train.trainer import PulseActor, TrainerActor
 from monarch_slurm.train.watchdog import Watchdog
 
@@ -40,13 +41,16 @@ TRAINER_ENV: dict[str, str | None] = {"RUST_LOG": "warn", "TOKIO_WORKER_THREADS"
 _WATCH_SECONDS = 0.1
 """Longest pause between two looks at the deadlines."""
 
+_OVERSLEPT = 1.0
+"""Seconds that a look may come late before its lateness is taken off the deadlines: the job was suspended."""
+
 PEER_LOST_PATIENCE = 1.0
 """Seconds that a collective may have taken when a host is known to be lost: longer, and it waits for that host."""
 
 _PULSE_SECONDS = 0.5
 """Pause between a sign of life and the next question for one."""
 
-NOT_RETRIED = ("ConfigError", "DataError", "NonFiniteLossError", "StateLostError")
+NOT_RETRIED = ("ConfigError", "DataError", "NonFiniteLossError", "SavedStateError", "StateLostError")
 """Errors of the engine that another start would only meet again."""
 
 
@@ -90,6 +94,8 @@ class ReplicaActor(Actor):
         lighthouse: address of the Lighthouse.
         policy: how often it may restart.
         events: where the events of the replica go, its trainers' included.
+        first_generation: number of the first start of the trainers; in a run that goes on, earlier ones are taken.
+        saved: the state that the run goes on from; None begins anew.
     """
 
     def __init__(
@@ -99,7 +105,10 @@ class ReplicaActor(Actor):
         lighthouse: str,
         policy: RestartPolicy,
         events: Port[Event],
+        first_generation: int = 0,
+        saved: SavedState | None = None,
     ) -> None:
+        self._saved = saved
         self._config = config
         self._replica = current_rank().rank
         self._hosts = hosts[self._replica]
@@ -111,9 +120,9 @@ class ReplicaActor(Actor):
         self._mesh_budget = RestartBudget(policy.mesh, policy.backoff)
         self._hosts_budget = RestartBudget(policy.hosts, policy.backoff)
         self._generation: _Generation | None = None
-        self._next = 0
+        self._next = first_generation
         self._finished: set[int] = set()
-        self._committed_step = 0
+        self._committed_step = 0 if saved is None else saved.step
         self._injected: int | None = None
         self._stopped = False
         self._cause = ""
@@ -146,6 +155,13 @@ class ReplicaActor(Actor):
         generation = self._generation
         if replica != self._replica and generation is not None and not generation.over:
             generation.pulses.peer_lost.broadcast(PEER_LOST_PATIENCE)
+
+    @endpoint
+    async def save(self, folder: str) -> None:
+        """Have the trainers save their state into the run's ``folder``; they tell by ``saved`` events."""
+        generation = self._generation
+        if generation is not None and not generation.over:
+            generation.pulses.save.broadcast(folder)
 
     @endpoint
     async def stop_replica(self) -> None:
@@ -193,6 +209,7 @@ class ReplicaActor(Actor):
             self._committed_step,
             self._slot * per_host,
             port,
+            self._saved,
         )
         failures = procs.spawn("failure", FailureActor)
         pulses = procs.spawn("pulse", PulseActor)
@@ -239,7 +256,11 @@ class ReplicaActor(Actor):
             if due is None:
                 return
             # Not until `due`: a change of phase may bring an earlier deadline meanwhile.
-            await asyncio.sleep(min(max(0.01, due - time.monotonic()), _WATCH_SECONDS))
+            pause = min(max(0.01, due - time.monotonic()), _WATCH_SECONDS)
+            began = time.monotonic()
+            await asyncio.sleep(pause)
+            if (late := time.monotonic() - began - pause) > _OVERSLEPT:
+                generation.watchdog.overslept(late)
             hung = generation.watchdog.hung(time.monotonic())
             if hung is not None and not generation.over:
                 rank, cause = hung

@@ -12,6 +12,7 @@ from monarch_slurm.train.addresses import listen
 from monarch_slurm.train.config import Place, TrainConfig
 from monarch_slurm.train.events import Event
 from monarch_slurm.train.injection import check_injected
+from monarch_slurm.train.saved import SavedState
 
 if TYPE_CHECKING:
     from monarch_slurm.train.engine import Engine
@@ -31,6 +32,7 @@ class TrainerActor(Actor):
         committed_step: the highest committed step that the supervisor has seen.
         first_device: index of the GPU of the first trainer of this replica on each of its hosts.
         events: where events go.
+        saved: the state that the run went on from.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class TrainerActor(Actor):
         committed_step: int,
         first_device: int,
         events: Port[Event],
+        saved: SavedState | None = None,
     ) -> None:
+        self._saved = saved
         self._config = config
         self._replica = replica
         self._generation = generation
@@ -77,6 +81,7 @@ class TrainerActor(Actor):
             store_address,
             self._committed_step,
             self._first_device + context().actor_instance.rank["gpus"],
+            self._saved,
         )
         _engine = LlamaEngine(self._config, place, self._events.send, check_injected)
         _engine.run()
@@ -94,6 +99,12 @@ class PulseActor(Actor):
         """A peer's host is lost: do not wait for it in a collective any longer than ``patience`` seconds."""
         if _engine is not None and _engine.let_go(patience):
             self.logger.warning("left a collective with a replica whose host is lost")
+
+    @endpoint
+    def save(self, folder: str) -> None:
+        """Have the trainer save its state into the run's ``folder``."""
+        if _engine is not None:
+            _engine.save_soon(folder)
 
 
 class LighthouseActor(Actor):

@@ -18,6 +18,9 @@ START_DEADLINE = 180.0
 EVAL_DEADLINE = 600.0
 """Seconds of an evaluation."""
 
+SAVE_DEADLINE = 1800.0
+"""Seconds of writing the state to disk."""
+
 
 @dataclass
 class _Progress:
@@ -41,6 +44,7 @@ class Watchdog:
             "compute": step_deadline,
             "sync": sync_deadline,
             "eval": EVAL_DEADLINE,
+            "save": SAVE_DEADLINE,
         }
         self._step_deadline = step_deadline
         self._progress = {rank: _Progress("start", now) for rank in range(ranks)}
@@ -58,6 +62,13 @@ class Watchdog:
             self._asked.pop(event["rank"], None)
         else:
             progress.since = now
+
+    def overslept(self, seconds: float) -> None:
+        """Add ``seconds`` to every deadline: this process did not run, and perhaps nobody did (a suspended job)."""
+        for progress in self._progress.values():
+            progress.since += seconds
+        for rank in self._asked:
+            self._asked[rank] += seconds
 
     def pulse_asked(self, rank: int, now: float) -> None:
         """The process of ``rank`` was asked for a sign of life."""

@@ -86,5 +86,5 @@ class Cluster:
 
     def is_idle(self) -> bool:
         """Return whether no node has a job or a problem."""
-        states = self.run("sinfo", "-h", "-N", "-o", "%T").split()
+        states = self.run("sinfo", "-h", "-N", "-p", "debug", "-o", "%T").split()
         return states == ["idle"] * len(self.nodes) and not self.run("squeue", "-h").strip()

@@ -88,3 +88,38 @@ while not os.path.exists("stop"):
     time.sleep(0.02)
 """
 )
+
+COUNTS = (
+    WHO
+    + """
+import time
+from monarch_slurm.job import save_on_notice
+
+class Counter(Actor):
+    def __init__(self, start):
+        self.count = start
+    @endpoint
+    def add(self):
+        self.count += 1
+    @endpoint
+    def save(self):
+        with open("aside", "w") as file:
+            file.write(str(self.count))
+        os.replace("aside", "count")
+        return self.count
+
+start = int(open("count").read()) if os.path.exists("count") else 0
+hosts = SlurmJob({"hosts": 2}).state().hosts
+counter = hosts.slice(hosts=1).spawn_procs().spawn("counter", Counter, start)
+
+def save():
+    print("saved", counter.save.call_one().get(), flush=True)
+
+with save_on_notice(save):
+    counter.add.call_one().get()
+    print("counts from", start, "on", socket.gethostname(), flush=True)
+    while not os.path.exists("stop"):
+        counter.add.call_one().get()
+        time.sleep(0.02)
+"""
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,38 @@ def test_nodes_are_lost_and_the_others_train_on(cluster: Cluster, tmp_path: Path
     # What was lost is as good as new: Slurm can give it to somebody else.
     for node in ("n3", "n4"):
         assert cluster.run("srun", "-w", node, "hostname").strip() == node
+
+
+def test_a_run_saves_when_it_is_given_notice_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    out = tmp_path / "runs"
+    command = [sys.executable, "-m", "monarch_slurm", "train", "--nodes", "2", "--replicas", "2", *SMALL]
+    command += ["--tokens", "100000000", "--out", str(out), "--requeue"]
+    with (tmp_path / "log").open("w+") as log, subprocess.Popen(command, stdout=log, stderr=log, text=True) as process:
+        try:
+            wait_until(lambda: len(committed_by(out)) == 2 or process.poll() is not None, "two replicas that train")
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            job = cluster.run("squeue", "-h", "-o", "%i").strip()
+            cluster.run("scancel", "--batch", "--signal=USR2", job)  # as --signal does near the time limit
+            wait_until(lambda: loaded_and_committed(out) or process.poll() is not None, "the second start to commit")
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            process.send_signal(signal.SIGINT)  # cancels the job
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+    wait_until(lambda: events(out)[-1]["kind"] == "run_finished", "the end of the run")
+    (folder,) = (journal.parent for journal in out.glob("*/journal.jsonl"))
+    wait_until(lambda: len(json.loads((folder / "report.json").read_text())["starts"]) == 2, "the second report")
+    report = json.loads((folder / "report.json").read_text())
+    first, second = report["starts"]
+    assert first["reason"] == f"asked to end; saved at step {first['saved_step']}"
+    assert second["step"] == first["saved_step"] > 0
+    assert first["job"] == second["job"] == job
+    assert (report["run"], report["summary"]["job_restarts"]) == (folder.name, 1)
+    assert report["summary"]["failures"] == report["summary"]["replica_restarts"] == 0
+    again = [e for e in report["events"] if e["kind"] == "sync" and e["t"] > second["started"]]
+    assert min(e["step"] for e in again if e["committed"]) == first["saved_step"] + 1
+
+
+def loaded_and_committed(out: Path) -> bool:
+    kinds = [item["kind"] for item in events(out) if item["kind"] != "sync" or item["committed"]]
+    return "loaded" in kinds and "sync" in kinds[kinds.index("loaded") :]

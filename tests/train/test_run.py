@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -131,17 +130,46 @@ def test_a_run_that_nobody_can_finish_says_so(tmp_path: Path) -> None:
     assert report_in(out)["summary"]["ok"] is False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_a_report_and_no_process(tmp_path: Path, number: int) -> None:
-    process = start(tmp_path, "--replicas", "2", "--tokens", "100000000")
+def wait_for_syncs(out: Path, process: subprocess.Popen[str], count: int = 1) -> None:
     journals: list[Path] = []
     deadline = time.monotonic() + 120
-    while not (journals and '"sync"' in journals[0].read_text()):
+    while not (journals and journals[0].read_text().count('"sync"') >= count):
         assert time.monotonic() < deadline
         assert process.poll() is None
-        journals = list(tmp_path.glob("*/journal.jsonl"))
+        journals = list(out.glob("*/journal.jsonl"))
         time.sleep(0.05)
-    os.kill(process.pid, number)
+
+
+def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path: Path) -> None:
+    tokens, procs = "204800", ["--replicas", "2", "--procs-per-replica", "2"]
+    process = start(tmp_path, *procs, "--tokens", tokens)
+    wait_for_syncs(tmp_path, process, 8)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    (folder,) = tmp_path.iterdir()
+    step = json.loads((folder / "state.json").read_text())["step"]
+    assert f"saved at step {step}; the same command with --resume {folder} goes on" in output
+    assert report_in(tmp_path)["summary"]["ok"] is False
+
+    process = start(tmp_path, *procs, "--tokens", tokens, "--resume", str(folder))
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert f"going on with run {folder.name} from step {step}" in output
+    report = report_in(tmp_path)
+    summary = report["summary"]
+    assert (summary["ok"], summary["tokens"], summary["job_restarts"]) == (True, int(tokens), 1)
+    assert (summary["failures"], summary["replica_restarts"], summary["final_states_equal"]) == (0, 0, True)
+    assert [(start["step"], start["saved_step"]) for start in report["starts"]] == [(0, step), (step, None)]
+    commits = [e["step"] for e in report["events"] if e["kind"] == "sync" and (e["replica"], e["rank"]) == (0, 0)]
+    assert commits[-1] == len(set(commits))  # none twice but those after the save, none left out
+    assert not left_behind(tmp_path)
+
+
+def test_an_interrupted_run_leaves_a_report_and_no_process(tmp_path: Path) -> None:
+    process = start(tmp_path, "--replicas", "2", "--tokens", "100000000")
+    wait_for_syncs(tmp_path, process)
+    process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     report = report_in(tmp_path)

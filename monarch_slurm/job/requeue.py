@@ -1,0 +1,65 @@
+"""Having Slurm start this job again."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+
+from monarch_slurm.job.errors import NoSlurmError, SlurmUnreachableError
+from monarch_slurm.job.head import ask_quickly
+from monarch_slurm.job.status import Run
+from monarch_slurm.job.supervisor import CHECK_SECONDS, Signals
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_KILL_WAIT = 30.0
+"""Seconds between SIGTERM and SIGKILL of a job that Slurm ends, where slurm.conf says nothing else."""
+
+ASK_SECONDS = 10.0
+"""Pause between two tries while slurmctld does not answer."""
+
+END_SECONDS = 60.0
+"""Seconds that Slurm may take to end this job, once it has agreed to start it again."""
+
+
+def kill_wait(run: Run = ask_quickly) -> float:
+    """Return the ``KillWait`` of this cluster, seconds."""
+    try:
+        match = re.search(r"^KillWait\s*=\s*([0-9]+)", run(["scontrol", "show", "config"]).stdout, re.MULTILINE)
+    except (NoSlurmError, SlurmUnreachableError):
+        match = None
+    return float(match.group(1)) if match else DEFAULT_KILL_WAIT
+
+
+def requeue(job_id: int, signals: Signals, run: Run = ask_quickly) -> bool:
+    """Have Slurm start the job around this process again, however long slurmctld takes to answer.
+
+    Returns:
+        Whether it will; it then ends this process, which gets ``signals``. Else the reason is in the log.
+    """
+    while not signals.stop:
+        try:
+            done = run(["scontrol", "requeue", str(job_id)])
+        except NoSlurmError as error:
+            logger.error("cannot start the job again: %s", error)  # noqa: TRY400 - it says all
+            return False
+        except SlurmUnreachableError as error:
+            said, answered = str(error), False
+        else:
+            said = done.stderr.strip()
+            answered = "Unable to contact" not in said and "Connection" not in said
+            if done.returncode < 0:
+                return True  # Slurm's SIGTERM reached scontrol before its answer did
+            if done.returncode == 0:
+                logger.warning("the program has saved; Slurm starts the job again")
+                deadline = time.monotonic() + END_SECONDS
+                while not signals.stop and time.monotonic() < deadline:
+                    signals.wait(CHECK_SECONDS)
+                return True
+        if answered:
+            logger.error("Slurm does not start the job again: %s", said)
+            return False
+        logger.warning("cannot ask Slurm to start the job again: %s; trying again", said)
+        signals.wait(ASK_SECONDS)
+    return False

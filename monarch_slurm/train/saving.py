@@ -1,0 +1,62 @@
+"""Which replica saves the run's state, and when that is done. Pure: events and times in, orders out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from monarch_slurm.train.events import Event
+from monarch_slurm.train.saved import SavedState
+
+PATIENCE = 30.0
+"""Seconds that a replica may take to save before another one is asked, too."""
+
+
+class Saving:
+    """One save, from the wish to the state that counts.
+
+    Args:
+        folder: of the run.
+        ranks: ranks of a replica.
+    """
+
+    def __init__(self, folder: str, ranks: int) -> None:
+        self._folder = folder
+        self._ranks = ranks
+        self._asked: dict[int, float] = {}
+        self._hashes: dict[tuple[int, int], dict[int, str]] = {}
+
+    def next_replica(self, training: Sequence[int], now: float) -> int | None:
+        """Return the replica that is to be asked now, None for none: one at a time, as long as it trains and is quick.
+
+        Args:
+            training: replicas that hold the run's state, in the order in which they are preferred.
+        """
+        if any(replica in training and now - at < PATIENCE for replica, at in self._asked.items()):
+            return None
+        left = [replica for replica in training if replica not in self._asked]
+        if not left:
+            return None
+        self._asked[left[0]] = now
+        return left[0]
+
+    def is_hopeless(self, training: Sequence[int], now: float) -> bool:
+        """Return whether nobody who has been asked can still save, and nobody is left to ask."""
+        return not any(replica not in self._asked or now - self._asked[replica] < 2 * PATIENCE for replica in training)
+
+    def lost(self, replica: int) -> None:
+        """The processes of ``replica`` have ended; new ones know nothing of the wish."""
+        self._asked.pop(replica, None)
+
+    def take(self, event: Event) -> SavedState | None:
+        """Take in a ``saved`` event; return the state that is whole now, if one is.
+
+        The ranks of a replica hear of the wish at slightly different times, perhaps on both sides of a sync. Each saves
+        again after every sync until the run ends, so that there is a step that all have saved.
+        """
+        if "error" in event:
+            return None
+        found = self._hashes.setdefault((event["replica"], event["step"]), {})
+        found[event["rank"]] = event["sha256"]
+        if len(found) < self._ranks:
+            return None
+        return SavedState(self._folder, event["step"], tuple(found[rank] for rank in range(self._ranks)))

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+
+from monarch_slurm.job.errors import SlurmUnreachableError
+from monarch_slurm.job.requeue import DEFAULT_KILL_WAIT, kill_wait, requeue
+
+
+class Told:
+    """Signals that come with the first wait after ``waits``."""
+
+    def __init__(self, waits: int) -> None:
+        self.stop = False
+        self.waits = waits
+
+    def wait(self, seconds: float) -> None:
+        self.waits -= 1
+        self.stop = self.waits < 0
+
+
+class Slurm:
+    def __init__(self, *answers: tuple[int, str] | Exception) -> None:
+        self.answers = list(answers)
+        self.asked: list[list[str]] = []
+
+    def __call__(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        self.asked.append(list(command))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        code, said = answer
+        return subprocess.CompletedProcess(command, code, said, said)
+
+
+def test_slurm_is_asked_until_it_answers() -> None:
+    down = (1, "slurm_requeue error: Unable to contact slurm controller (connect failure)")
+    slurm = Slurm(down, SlurmUnreachableError("scontrol did not answer within 5 s"), (0, ""))
+    assert requeue(7, Told(3), slurm)  # type: ignore[arg-type]
+    assert slurm.asked == [["scontrol", "requeue", "7"]] * 3
+
+
+def test_a_job_that_slurm_does_not_start_again_ends() -> None:
+    assert not requeue(7, Told(3), Slurm((1, "Requested operation is presently disabled for job 7")))  # type: ignore[arg-type]
+
+
+def test_a_job_that_is_being_ended_asks_no_more() -> None:
+    slurm = Slurm(*[SlurmUnreachableError("no")] * 2)
+    assert not requeue(7, Told(1), slurm)  # type: ignore[arg-type]
+    assert len(slurm.asked) == 2
+
+
+def test_kill_wait_is_that_of_the_cluster() -> None:
+    assert (
+        kill_wait(Slurm((0, "KeepAliveTime = 1\nKillOnBadExit           = 0\nKillWait                = 42 sec\n")))
+        == 42.0
+    )
+    assert kill_wait(Slurm((1, ""))) == DEFAULT_KILL_WAIT
+    assert kill_wait(Slurm(SlurmUnreachableError("no"))) == DEFAULT_KILL_WAIT
