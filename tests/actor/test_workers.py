@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from job_agents import Worker as PidActor
 from recorded_faults import Faults
@@ -144,7 +143,7 @@ def test_a_worker_that_is_not_there(key: str, faults: Faults) -> None:
     error = procs.initialized.exception(DEADLINE)
     assert isinstance(error, SupervisionError)
     assert "cannot attach to the worker" in str(error)
-    wait_until(lambda: faults.failures, "the owner of the procs is told")
+    faults.wait(2)  # the owner of the procs is told of each host
 
 
 def test_another_key_is_refused_and_disturbs_nobody(worker: Callable[..., Worker], key: str, tmp_path: Path) -> None:
@@ -220,8 +219,7 @@ def test_a_worker_that_is_killed_takes_its_procs_along(worker: Callable[..., Wor
     one.process.wait()
     wait_gone(*family)
     assert isinstance(actor.pid.call_one().exception(DEADLINE), SupervisionError)
-    wait_until(lambda: faults.failures)
-    assert psutil.pid_exists(os.getpid())
+    faults.wait()
 
 
 def test_a_worker_that_is_told_to_end_ends_what_it_has(worker: Callable[..., Worker], key: str, faults: Faults) -> None:
@@ -232,7 +230,7 @@ def test_a_worker_that_is_told_to_end_ends_what_it_has(worker: Callable[..., Wor
     one.process.send_signal(signal.SIGINT)
     one.wait()
     wait_gone(*family)
-    wait_until(lambda: faults.failures)
+    faults.wait()
 
 
 def test_a_worker_is_known_by_its_identity(worker: Callable[..., Worker], key: str) -> None:
