@@ -21,6 +21,7 @@ import zmq
 from monarch_slurm.actor.messages import Call, ref_from_fields
 from monarch_slurm.actor.replies import VALUE
 from monarch_slurm.config import settings
+from monarch_slurm.host.branch import Branch
 from monarch_slurm.host.exits import ProcDown
 from monarch_slurm.host.identity import new_host_id
 from monarch_slurm.wire import (
@@ -50,7 +51,8 @@ class SimulatedAgent:
         self.mute = False
         dealer = make_dealer(context, self.host)
         connect_tcp(dealer, invitation)
-        self._up = Link(loop, dealer, lambda _, message: self._take(message), self._fault)
+        self._up = Link(loop, dealer, lambda _, message: self._from_controller(message), self._fault)
+        self._branch = Branch(loop, context, self.host, "127.0.0.1", invitation, self._take, self._up.send)
         hello = {"name": name, "pid": os.getpid(), "hostname": name, "address": "127.0.0.1"}
         self._up.send(Message("hello", CONTROLLER, self._address, hello))
         interval = settings().heartbeat_interval
@@ -59,20 +61,23 @@ class SimulatedAgent:
     def die(self) -> None:
         """Vanish as a killed process does."""
         self.mute = True
+        self._branch.close()
         self._up.close()
 
     def _beat(self) -> None:
         if not self.mute:
-            self._up.send(Message("heartbeat", CONTROLLER, self._address))
+            self._up.send(self._branch.heartbeat())
             self._loop.call_later(settings().heartbeat_interval, self._beat)
 
     def _fault(self, peer: str, error: Exception) -> None:
         print(f"{self.name}: {error}", file=sys.stderr)
         self.die()
 
+    def _from_controller(self, message: Message) -> None:
+        if not self.mute:
+            self._branch.from_controller(message)
+
     def _take(self, message: Message) -> None:
-        if self.mute:
-            return
         fields = message.fields
         if message.kind == "spawn":
             for rank in fields["ranks"]:

@@ -80,6 +80,8 @@ class _Settings:
     """Folder where an agent writes one log file per proc; empty: lines go to the agent's own output, prefixed."""
     max_frame_length: int = 10 * 2**30
     """Bytes that one buffer of an argument or a result, or all the rest of it, may have."""
+    max_cast_fanout: int = 16
+    """Hosts that a call is sent to by one: calls on more go down a tree of hosts, of this fan-out."""
     default_transport: str = "unix"
     """Monarch's choice of a transport. Of ``tcp://host:port``, attached workers are told to dial that host."""
     rdma_transports: str = "local,shm,process_vm,gpu_ipc,ibverbs,tcp"

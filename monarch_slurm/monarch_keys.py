@@ -62,7 +62,6 @@ VALUES: dict[str, Any] = {
     "default_encoding": Encoding.Multipart,
     "small_write_threshold": 256,
     "max_cast_dimension_size": 16,
-    "max_cast_fanout": 16,
     "remote_alloc_bind_to_inaddr_any": False,
     "remote_alloc_bootstrap_addr": "",
     "remote_alloc_allowed_port_range": slice(0, 2**16),

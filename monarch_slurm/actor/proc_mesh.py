@@ -142,7 +142,7 @@ class ProcMesh(MeshTrait):
             "asynchronous": asynchronous,
             "ready": port,
         }
-        runtime.spawn_actors(ref, list(ndslice), fields, body)
+        runtime.spawn_actors(ref, ndslice, fields, body)
         return ActorMesh(actor_class, ref, self._shape, ready)  # type: ignore[return-value]
 
     def stop(self, reason: str = "stopped by client") -> Future[None]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from monarch_slurm.actor.casting import TargetTable
 from monarch_slurm.actor.ends import Ends, Tombstones, whose, why_restarted
 from monarch_slurm.actor.keeper import Keeper
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
@@ -68,6 +69,7 @@ class Runtime:
         self._cells: dict[str, Cell] = {}
         self._ended_cells = Tombstones()
         self.owned = OwnedMeshes()
+        self._targets = TargetTable()
         self._lock = threading.RLock()
         self.places = Places()
         self._ends = Ends(self.places)
@@ -100,12 +102,12 @@ class Runtime:
     def cast(
         self, layout: ProcLayout, base_ranks: Iterable[int], fields: dict[str, Any], body: Sequence[Buffer]
     ) -> None:
-        """Send one message per host; the agents there hand it to the procs ``base_ranks``."""
+        """Send to the procs ``base_ranks``: one message per host, or if there are many hosts one for all of them."""
         if layout.keeper is not None:
             fields = {**fields, "kept": True}
-        for host, ranks in layout.by_host(base_ranks).items():
-            to_host = {"proc_mesh": layout.mesh, "base_ranks": ranks, **fields}
-            self.send(Message("cast", Address(self.places.now(host), AGENT), self.address, to_host, body))
+        targets = self._targets.find(layout, base_ranks)
+        for message in targets.messages(self.address, self.places, fields, body):
+            self.send(message)
 
     def post(self, port: PortAddress, rank: int, status: str, frames: Sequence[Buffer]) -> None:
         """Send an answer to a port."""
@@ -290,9 +292,7 @@ class Runtime:
         with self._lock:
             self.owned.actors[actors.ref.mesh] = actors
 
-    def spawn_actors(
-        self, ref: ActorRef, base_ranks: Sequence[int], fields: dict[str, Any], body: Sequence[Buffer]
-    ) -> None:
+    def spawn_actors(self, ref: ActorRef, base_ranks: Slice, fields: dict[str, Any], body: Sequence[Buffer]) -> None:
         """Have actors made on procs, and made anew if their procs are started again."""
         layout = ref.layout
         fields = {"op": "spawn", "mesh": ref.mesh, "owner": self.address, **fields}
@@ -353,7 +353,7 @@ class Runtime:
         count_down = CountDown(len(ranks), on_stopped)
         self.expect_from(ref, ref.layout, [(rank, rank) for rank in ranks], lambda *_: None, count_down)
         fields = {"op": "stop", "mesh": ref.mesh, "reason": reason, "timeout": timeout}
-        self.cast(ref.layout, ranks, fields, [])
+        self.cast(ref.layout, base_ranks if isinstance(base_ranks, Slice) else ranks, fields, [])
 
     def release(self, instance: Instance, reason: str, timeout: float) -> threading.Event:
         """End everything that ``instance`` owns: a mesh never outlives its owner.

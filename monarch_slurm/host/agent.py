@@ -20,6 +20,7 @@ import zmq
 
 from monarch_slurm.config import configure, settings
 from monarch_slurm.errors import ConfigError
+from monarch_slurm.host.branch import Branch
 from monarch_slurm.host.exits import ProcDown
 from monarch_slurm.host.identity import address_towards, ending_signals
 from monarch_slurm.host.lease import Lease
@@ -87,8 +88,7 @@ class Agent:
         self._invitation = invitation
         self._loop = Loop()
         self._output = output
-        self._exit_code = ENDED
-        self._ending = False
+        self._exit_code, self._ending = ENDED, False
         self._runtime_dir = make_runtime_dir()
         self._socket_path = self._runtime_dir / SOCKET_NAME
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -109,6 +109,7 @@ class Agent:
             self._loop, self._context, invitation, self.host,
             lambda _, message: self._from_controller(message), self._controller_fault, self._controller_closed,
         )  # fmt: skip
+        self._branch = Branch(self._loop, self._context, host, self.ip, invitation, self._route, self._up.send)
         stacks = StackDesk(self._loop, self._address, self._procs.pids, self._route)
         self._handlers: dict[str, Callable[[Message], None]] = {
             "spawn": self._spawn,
@@ -130,7 +131,6 @@ class Agent:
             "failing": lambda message: self._procs.note_failure(message.src.proc, **message.fields),
             "shutdown": lambda message: self._wind_down(**message.fields),
             "welcome": self._take_welcome,
-            "heartbeat": lambda message: None,
             "fenced": self._fenced,
         }
         for pid in watched:
@@ -153,7 +153,7 @@ class Agent:
     # ---- the controller
 
     def _beat(self) -> None:
-        self._up.send(Message("heartbeat", CONTROLLER, self._address))
+        self._up.send(self._branch.heartbeat())
         self._procs.reap()
 
     def _controller_gone(self, how: str) -> None:
@@ -162,7 +162,7 @@ class Agent:
 
     def _from_controller(self, message: Message) -> None:
         self._lease.heard()
-        self._route(message)
+        self._branch.from_controller(message)
 
     def _controller_fault(self, peer: str, error: WireError) -> None:
         logger.error("host %s: %s on the link from the controller: ending all procs", self.name, error)
@@ -177,9 +177,8 @@ class Agent:
         self._lease.beat()  # its interval may be another now
 
     def _fenced(self, message: Message) -> None:
-        logger.error(
-            "host %s: the controller gave this host up (%s): ending all procs", self.name, message.fields["cause"]
-        )
+        cause = message.fields["cause"]
+        logger.error("host %s: the controller gave this host up (%s): ending all procs", self.name, cause)
         self._end(FENCED)
 
     def _told_by_signal(self) -> None:
@@ -204,6 +203,7 @@ class Agent:
         self._procs.close()
         self._logs.flush()
         self._up.send(Message("bye", CONTROLLER, self._address))
+        self._branch.close()
         self._down.close()
         self._up.close(linger_ms=0 if self._exit_code == LEASE_EXPIRED else _FAREWELL_MS)
         self._context.term()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import zmq
 
 from monarch_slurm.config import settings
+from monarch_slurm.host.caster import Caster
 from monarch_slurm.host.exits import HostDown
 from monarch_slurm.host.identity import pid_space
 from monarch_slurm.host.places import Places
@@ -82,7 +83,7 @@ class Hub:
         self.hosts: dict[str, HostInfo] = {}
         self._endpoints: dict[str, str] = {}
         self._expected: dict[str, list[Message]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._gone: dict[str, HostDown] = {}
         current = settings()
         self._interval = current.heartbeat_interval
@@ -94,6 +95,7 @@ class Hub:
         self._link = AgentLinks(
             loop, router, self._from_agent, self._agent_fault, self._agent_closed, lambda peer, message: False
         )
+        self._caster = Caster(current.max_cast_fanout, self._link.send)
         loop.call_soon(self._beat)
 
     @property
@@ -132,6 +134,8 @@ class Hub:
         if message.dst.host == CONTROLLER.host:
             if message.kind == "publish":
                 self._publish(Message(message.fields["kind"], CONTROLLER, CONTROLLER, message.fields["fields"]))
+            elif message.kind == "casts":
+                self._cast(message)
             else:
                 self._loop.call_soon(lambda: self._on_message(message))
             return
@@ -142,7 +146,7 @@ class Hub:
                 waiting.append(message)
                 return
             try:
-                self._link.send(message, message.dst.host)
+                self._caster.direct(message, message.dst.host)
                 return
             except UnknownPeerError:
                 pass
@@ -195,9 +199,23 @@ class Hub:
 
     def _send_quietly(self, message: Message) -> None:
         try:
-            self._link.send(message, message.dst.host)
+            with self._lock:
+                self._caster.direct(message, message.dst.host)
         except UnknownPeerError:
             return  # its end is told by `_beat`
+
+    def _cast(self, message: Message) -> None:
+        """Send one message to the procs of many hosts. For any thread; keeps the order of one thread."""
+        with self._lock:
+            absent, unreachable = self._caster.cast(message)
+            fields = {name: value for name, value in message.fields.items() if name not in ("targets", "key")}
+            for host, ranks in absent:
+                there = {**fields, "base_ranks": list(ranks)}
+                self.send(Message("cast", Address(host, AGENT), message.src, there, message.body))
+        for host in unreachable:
+            self._loop.call_soon(
+                lambda host=host: self._undeliverable(Message("cast", Address(host, AGENT), message.src))  # type: ignore[misc]
+            )
 
     def _undeliverable(self, message: Message) -> None:
         host = message.dst.host
@@ -229,12 +247,17 @@ class Hub:
             return
         self._liveness.heard(peer, self._loop.clock())
         if message.kind == "heartbeat":
-            return
-        if message.kind == "hello":
+            if message.fields:
+                with self._lock:
+                    self._caster.heard(peer, message.fields["casts"])
+        elif message.kind.startswith("tree_"):
+            with self._lock:
+                self._caster.take(message)
+        elif message.kind == "hello":
             self._joined(peer, message)
         elif message.kind == "bye":
             self._left(peer)
-        elif message.dst.host != CONTROLLER.host or message.kind == "publish":
+        elif message.dst.host != CONTROLLER.host or message.kind in ("publish", "casts"):
             self.send(message)
         else:
             if message.kind == "proc_down":
@@ -259,19 +282,28 @@ class Hub:
             self.hosts[peer] = info
             for waiting in [welcome, *self._expected.pop(peer, [])]:
                 self._send_quietly(waiting)
+            self._caster.join(peer)
         self._on_joined(info)
 
     def _left(self, peer: str) -> None:
-        info = self.hosts.pop(peer, None)
-        self._liveness.forget(peer)
+        info = self._forget(peer)
         self._link.forget(peer)
         if info is not None:
             self._tell_host_down(HostDown(peer, info.name, "its agent ended", time.time()))
+
+    def _forget(self, peer: str) -> HostInfo | None:
+        with self._lock:
+            info = self.hosts.pop(peer, None)
+            self._liveness.forget(peer)
+            self._caster.leave(peer)
+        return info
 
     def _beat(self) -> None:
         # Messages that wait in the socket were read before this timer fired, so nobody is called dead unheard.
         if self._loop.late > 0:
             self._liveness.overslept(self._loop.late)
+        with self._lock:
+            self._caster.beat()
         now = self._loop.clock()
         for peer in self._liveness.dead(now):
             limit = self._interval * settings().missed_heartbeats
@@ -284,8 +316,7 @@ class Hub:
         self._loop.call_later(self._interval, self._beat)
 
     def _host_down(self, peer: str, cause: str) -> None:
-        info = self.hosts.pop(peer, None)
-        self._liveness.forget(peer)
+        info = self._forget(peer)
         if info is None:
             return
         logger.error("host %s is lost: %s", info.name, cause)

@@ -1,0 +1,222 @@
+"""An agent's place in the tree that casts go down: who is above, who is below, what is passed on.
+
+An agent listens for other agents only when the controller names one that is to be below it, and dials only the one that
+the controller names. Both prove themselves with the job's keys, as to the controller: the agents' own pair serves as
+the key of the one that listens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import zmq
+
+from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.host.cast_order import CastOrder
+from monarch_slurm.host.shares import APART, divide
+from monarch_slurm.wire import (
+    AGENT,
+    CONTROLLER,
+    Address,
+    Gatekeeper,
+    Invitation,
+    JobKeys,
+    Link,
+    Loop,
+    Message,
+    UnknownPeerError,
+    WireError,
+)
+from monarch_slurm.wire.frames import encode
+from monarch_slurm.wire.limits import make_context
+from monarch_slurm.wire.sockets import bind_tcp, connect_tcp, make_dealer, make_router
+
+logger = logging.getLogger(__name__)
+
+
+class Branch:
+    """One agent's place. Everything happens on its loop's thread.
+
+    Args:
+        context: for the connection to the agent above.
+        host: id of this host; ``ip`` where agents below can reach it.
+        invitation: has the agents' keys.
+        deliver: called with what is for this host, in the order in which the controller sent it.
+        tell: sends a message to the controller.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        ip: str,
+        invitation: Invitation,
+        deliver: Callable[[Message], None],
+        tell: Callable[[Message], None],
+    ) -> None:
+        self._loop = loop
+        self._context = context
+        self._address = Address(host, AGENT)
+        self._ip = ip
+        # Whoever holds the agents' pair may listen for agents, as whoever holds it may join the job.
+        public, secret = invitation.agent_public, invitation.agent_secret
+        self._keys = JobKeys(public, secret, public, secret)
+        self._invitation = replace(invitation, server_public=public)
+        self._deliver = deliver
+        self._tell_controller = tell
+        self._order = CastOrder(deliver)
+        self._door: _Door | None = None
+        self._parent = ""
+        self._above: Link | None = None
+
+    def heartbeat(self) -> Message:
+        """Return this host's heartbeat, which acknowledges the casts that it has had its share of."""
+        casts = self._order.casts
+        return Message("heartbeat", CONTROLLER, self._address, {"casts": casts} if casts else {})
+
+    def from_controller(self, message: Message) -> None:
+        """Take what came over the controller's own connection."""
+        kind, fields = message.kind, message.fields
+        if kind not in APART:
+            self._order.direct(message)
+        elif kind == "share":
+            self._share(message)
+        elif kind == "barrier":
+            self._order.barrier(fields["casts"])
+        elif kind == "tree_child":
+            self._open_door(fields["child"], fields["slot"])
+        elif kind == "tree_parent":
+            self._dial(fields["parent"], fields["endpoint"])
+        elif kind == "tree_cut":
+            self._hang_up()
+        elif kind != "heartbeat":
+            self._deliver(message)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._hang_up()
+        if self._door is not None:
+            self._door.close()
+
+    # ---- what goes down
+
+    def _share(self, message: Message) -> None:
+        own, below = divide(message)
+        for slot, part in below.items():
+            self._pass_on(slot, part)
+        if own is not None:
+            after, directs, ranks = own
+            cast = {**message.fields["cast"], "base_ranks": ranks}
+            share = Message("cast", self._address, message.src, cast, message.body)
+            share.encoded = encode(share, 0)  # once, for all procs here
+            self._order.share(message.fields["number"], after, directs, share)
+
+    def _pass_on(self, slot: int, message: Message) -> None:
+        if self._door is None or not self._door.send(slot, message):
+            logger.info("no agent below has the slot %d: the controller sends to it", slot)
+            self._tell("tree_lost", slot=slot)
+
+    def _open_door(self, child: str, slot: int) -> None:
+        if self._door is None:
+            try:
+                self._door = _Door(self._loop, self._address, self._ip, self._keys)
+            except MonarchSlurmError as error:
+                logger.warning("cannot listen for other agents, which the controller serves instead: %s", error)
+                return
+        self._door.expect(child, slot)
+        self._tell("tree_door", child=child, endpoint=self._door.endpoint)
+
+    # ---- who is above
+
+    def _dial(self, parent: str, endpoint: str) -> None:
+        self._hang_up()
+        try:
+            dealer = make_dealer(self._context, self._address.host)
+        except MonarchSlurmError as error:
+            logger.warning("cannot connect to the agent of %s; the controller serves this host: %s", parent, error)
+            return
+        connect_tcp(dealer, replace(self._invitation, address=endpoint))
+        self._parent = parent
+        self._above = link = Link(
+            self._loop, dealer, lambda _, message: self._from_above(link, message), lambda _, error: self._broken(link)
+        )
+        link.send(Message("below", Address(parent, AGENT), self._address))
+
+    def _from_above(self, link: Link, message: Message) -> None:
+        if link is not self._above:
+            return
+        if message.kind == "above":
+            self._tell("tree_linked", parent=self._parent)
+        elif message.kind == "share":
+            self._share(message)
+
+    def _broken(self, link: Link) -> None:
+        if link is self._above:
+            self._hang_up()
+            self._tell("tree_lost")
+
+    def _hang_up(self) -> None:
+        if self._above is not None:
+            above, self._above = self._above, None
+            above.close()
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self._tell_controller(Message(kind, CONTROLLER, self._address, fields))
+
+
+class _Door:
+    """Where agents below connect."""
+
+    def __init__(self, loop: Loop, address: Address, ip: str, keys: JobKeys) -> None:
+        self._address = address
+        self._context = make_context()  # one of its own: a context has one gatekeeper
+        router = make_router(self._context)
+        try:
+            self.endpoint = bind_tcp(router, ip, keys)
+        except MonarchSlurmError:
+            self._context.destroy(linger=0)
+            raise
+        self._gatekeeper = Gatekeeper(self._context, router, keys)
+        self._gatekeeper.attach(loop)
+        self._link = Link(loop, router, self._take, self._fault)
+        self._slots: dict[str, int] = {}
+        self._reached: dict[int, str] = {}
+
+    def expect(self, child: str, slot: int) -> None:
+        """Take ``child`` when it comes."""
+        self._slots[child] = slot
+
+    def send(self, slot: int, message: Message) -> bool:
+        """Send to the child with a slot; False if it is not there. Then it is sent nothing any more."""
+        child = self._reached.get(slot)
+        if child is None:
+            return False
+        try:
+            self._link.send(message, child)
+        except UnknownPeerError:
+            self._forget(child)
+            return False
+        return True
+
+    def close(self) -> None:
+        self._gatekeeper.close()
+        self._link.close()
+        self._context.destroy(linger=0)
+
+    def _take(self, peer: str, message: Message) -> None:
+        if peer not in self._slots or message.src.host != peer:
+            logger.error("an agent that the controller has not announced wants casts as %s; dropped", peer)
+        elif message.kind == "below":
+            self._reached[self._slots[peer]] = peer
+            self._link.send(Message("above", message.src, self._address), peer)
+
+    def _fault(self, peer: str, error: WireError) -> None:
+        logger.error("%s on the link from the agent below, %s", error, peer)
+        self._forget(peer)
+
+    def _forget(self, peer: str) -> None:
+        self._reached.pop(self._slots.pop(peer, -1), None)

@@ -1,0 +1,169 @@
+"""The real bookkeeping of casts on both sides, over ways that are late and lose what they have, at random."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+
+from monarch_slurm.host.cast_order import CastOrder
+from monarch_slurm.host.caster import Caster
+from monarch_slurm.host.shares import APART, divide
+from monarch_slurm.wire import AGENT, CONTROLLER, Address, Message, UnknownPeerError
+
+
+class Host:
+    def __init__(self, job: Job, name: str) -> None:
+        self.job, self.name = job, name
+        self.got: list[Any] = []
+        self.order = CastOrder(lambda message: self.got.append(message.body[0]))
+        self.wanted: list[Any] = []
+        self.below: dict[int, str] = {}
+
+    def take(self, message: Message) -> None:
+        fields = message.fields
+        if message.kind == "share":
+            self.share(message)
+        elif message.kind == "barrier":
+            self.order.barrier(fields["casts"])
+        elif message.kind == "tree_child":
+            self.below[fields["slot"]] = fields["child"]
+            self.job.tell(self.name, "tree_door", child=fields["child"], endpoint="")
+        elif message.kind == "tree_parent":
+            self.job.edges[fields["parent"], self.name] = deque()
+            self.job.tell(self.name, "tree_linked", parent=fields["parent"])
+        elif message.kind == "tree_cut":
+            for edge in [edge for edge in self.job.edges if edge[1] == self.name]:
+                del self.job.edges[edge]
+        elif message.kind not in APART:
+            self.order.direct(message)
+
+    def share(self, message: Message) -> None:
+        own, below = divide(message)
+        for slot, part in below.items():
+            edge = self.job.edges.get((self.name, self.below.get(slot, "")))
+            if edge is None:
+                self.job.tell(self.name, "tree_lost", slot=slot)
+            else:
+                edge.append(part)
+        if own is not None:
+            after, directs, _ = own
+            self.order.share(message.fields["number"], after, directs, message)
+
+
+class Job:
+    """A controller and hosts. What is sent waits in queues until `deliver` takes it."""
+
+    def __init__(self, seed: int, hosts: int, fanout: int) -> None:
+        self.random = random.Random(seed)
+        self.caster = Caster(fanout, self.send)
+        self.hosts: dict[str, Host] = {}
+        self.direct: dict[str, deque[Message]] = {}
+        self.up: deque[Message] = deque()
+        self.edges: dict[tuple[str, str], deque[Message]] = {}
+        self.names = iter(range(10_000))
+        self.sent = 0
+        for _ in range(hosts):
+            self.join()
+
+    def join(self) -> None:
+        name = f"n{next(self.names)}"
+        self.hosts[name] = Host(self, name)
+        self.direct[name] = deque()
+        self.caster.join(name)
+
+    def send(self, message: Message, host: str) -> None:
+        if host not in self.direct:
+            raise UnknownPeerError(host)
+        self.direct[host].append(message)
+
+    def tell(self, host: str, kind: str, **fields: Any) -> None:
+        self.up.append(Message(kind, CONTROLLER, Address(host, AGENT), fields))
+
+    # ---- what may happen
+
+    def one_direct(self) -> None:
+        host = self.random.choice(list(self.hosts))
+        self.sent += 1
+        self.hosts[host].wanted.append(self.sent)
+        self.caster.direct(Message("port", Address(host, "p"), CONTROLLER, {}, [self.sent]), host)  # type: ignore[list-item]
+
+    def one_cast(self) -> None:
+        names = list(self.hosts)
+        targets = self.random.choice([names, names, names[::2], self.random.sample(names, len(names) // 2 + 1)])
+        self.sent += 1
+        for host in targets:
+            self.hosts[host].wanted.append(self.sent)
+        fields = {"targets": [(host, [0, 1]) for host in targets], "key": " ".join(targets)}
+        absent, unreachable = self.caster.cast(Message("casts", CONTROLLER, CONTROLLER, fields, [self.sent]))  # type: ignore[list-item]
+        assert not absent
+        assert not unreachable
+
+    def deliver(self) -> bool:
+        """Let one message arrive, somewhere."""
+        queues: list[Any] = [("up", "", self.up)] if self.up else []
+        queues += [("direct", host, queue) for host, queue in self.direct.items() if queue]
+        queues += [("edge", child, queue) for (_, child), queue in self.edges.items() if queue]
+        if not queues:
+            return False
+        kind, host, queue = self.random.choice(queues)
+        message = queue.popleft()
+        if kind == "up":
+            if message.src.host in self.hosts:
+                self.caster.take(message)
+        elif kind == "direct" or message.kind == "share":
+            self.hosts[host].take(message)
+        return True
+
+    def heartbeat(self) -> None:
+        host = self.random.choice(list(self.hosts))
+        self.caster.heard(host, self.hosts[host].order.casts)
+
+    def break_an_edge(self) -> None:
+        if self.edges:
+            edge = self.random.choice(list(self.edges))
+            del self.edges[edge]
+
+    def lose_a_host(self) -> None:
+        host = self.random.choice(list(self.hosts))
+        if len(self.hosts) > 3:
+            del self.hosts[host], self.direct[host]
+            for edge in [edge for edge in self.edges if host in edge]:
+                del self.edges[edge]
+            self.caster.leave(host)
+
+    def settle(self) -> None:
+        """Let everything arrive that ever will."""
+        for _ in range(6):
+            while self.deliver():
+                pass
+            for name, host in self.hosts.items():
+                self.caster.heard(name, host.order.casts)
+            self.caster.beat()
+
+
+@pytest.mark.parametrize("fanout", [1, 2, 3])
+def test_everybody_alive_gets_everything_once_and_in_order(fanout: int) -> None:
+    shared = 0
+    for seed in range(32):
+        job = Job(seed, 9, fanout)
+        actions = [job.one_direct, job.one_cast, job.heartbeat, job.caster.beat]
+        weights = [2, 3, 1, 0.3]
+        if seed % 4:
+            actions += [job.break_an_edge, job.lose_a_host, job.join]
+            weights += [0.1, 0.1, 0.1]
+        if seed % 2:
+            job.settle()  # the tree is whole before it begins
+        for _ in range(150):
+            for action in job.random.choices(actions, weights, k=2):
+                action()
+            for _ in range(job.random.randrange(8)):
+                job.deliver()
+        job.settle()
+        for host in job.hosts.values():
+            assert host.got == host.wanted, (seed, host.name)
+        assert not job.caster._kept, seed
+        shared += sum(job.caster.tree.linked(host) for host in job.hosts)
+    assert shared > 50, "casts went down a tree"
