@@ -27,7 +27,7 @@ class Target:
 class Op(NamedTuple):
     """One copy between local memory and the first ``nbytes`` of ``target``.
 
-    The local memory lies at ``address`` of the host, or is reached by its ``stager`` only.
+    The local memory lies at ``address`` of the host, or of a device if it has a ``stager``.
     """
 
     write: bool

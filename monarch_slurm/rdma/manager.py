@@ -60,6 +60,7 @@ class _Peer:
         self._lock = threading.Lock()
         self._card: Fields | None = None
         self._engines: dict[str, Engine | None] = {}
+        self._not_for_devices: set[str] = set()
         self._lost = ""
         manager.control.watch(home.process, self.gone)
 
@@ -88,8 +89,11 @@ class _Peer:
                 for name in ("process_vm", "ibverbs"):
                     if name in common and (found := self._get(name, card, deadline)) is not None:
                         return found
-            elif "gpu_ipc" in common and (found := self._get("gpu_ipc", card, deadline)) is not None:
-                return found
+            else:
+                for name in ("gpu_ipc", "ibverbs"):
+                    usable = name in common and name not in self._not_for_devices
+                    if usable and (found := self._get(name, card, deadline)) is not None:
+                        return found
             if "tcp" in common and (found := self._get("tcp", card, deadline)) is not None:
                 return found
         finally:
@@ -127,9 +131,9 @@ class _Peer:
         return GpuIpc(same, card["pid"], ask, self._manager.workers.run)
 
     def give_up(self, name: str, why: str) -> None:
-        """Do without an engine from now on."""
+        """Do without an engine for memory of GPUs from now on."""
         logger.warning("memory of GPUs of %s is not reached by %s, but more slowly: %s", self._home.process, name, why)
-        self._engines[name] = None
+        self._not_for_devices.add(name)
 
     def forget(self, allocations: Sequence[int]) -> None:
         """The owner has dropped all buffers in these allocations of GPU memory."""
@@ -197,16 +201,18 @@ class Manager:
         started = time.monotonic()
         backend, failure = "", None
         try:
+            without: set[str] = set()
             engine = self.engine(home, mapped, direct, deadline)
-            try:
+            while True:
                 backend = engine.name
-                self._transfer(engine, ops, deadline)
-            except NoDirectWayError as error:
-                if error.lasting:
-                    self._peer(home).give_up(engine.name, str(error))
-                engine = self._peer(home).engine(mapped, direct, deadline, without={engine.name})
-                backend = engine.name
-                self._transfer(engine, ops, deadline)
+                try:
+                    self._transfer(engine, ops, deadline)
+                    break
+                except NoDirectWayError as error:
+                    if error.lasting:
+                        self._peer(home).give_up(engine.name, str(error))
+                    without.add(engine.name)
+                    engine = self._peer(home).engine(mapped, direct, deadline, without)
         except RDMAError as error:
             failure = error.by(backend)
         except Exception as error:  # a fault of this package; whoever waits must hear of it

@@ -58,7 +58,7 @@ class Memory:
     """A contiguous piece of memory of this process.
 
     Attributes:
-        address: of the first byte; 0 when only the stager can reach it.
+        address: of the first byte: in host memory, or on the device if there is a stager.
         nbytes: length in bytes.
         readonly: it must not be written.
         keep: what keeps the memory where it is, as long as this object lives.
@@ -117,7 +117,7 @@ def memory_of(data: Any) -> Memory:
         nbytes = data.numel() * data.element_size()
         if data.device.type == "cpu":
             return Memory(data.data_ptr(), nbytes, False, data, _anchor(data.untyped_storage()))
-        return Memory(0, nbytes, False, data, None, Stager(data))
+        return Memory(data.data_ptr(), nbytes, False, data, _anchor(data.untyped_storage()), Stager(data))
     raise ValueError(
         f"RDMABuffer only supports contiguous torch.Tensor or c-contiguous memoryview. Got: {_describe(data)}"
     )

@@ -25,15 +25,19 @@ from monarch_slurm.config import settings
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.native_build import NativeBuildError, load_native
 from monarch_slurm.rdma import verbs_devices
+from monarch_slurm.rdma.bounce import on_host
 from monarch_slurm.rdma.engine import Op, Target, remaining
 from monarch_slurm.rdma.errors import (
     BufferGoneError,
     DeviceError,
+    NoDirectWayError,
     PeerLostError,
     RDMAError,
     RDMATimeoutError,
     RegistrationError,
 )
+from monarch_slurm.rdma.gpu_direct import GpuDirect
+from monarch_slurm.rdma.memory import Stager
 from monarch_slurm.rdma.options import chunk_bytes, transports
 from monarch_slurm.rdma.registry import Entry, Registry
 from monarch_slurm.wire import Address
@@ -54,6 +58,7 @@ class VerbsHost:
     def __init__(self, native: Any, port: verbs_devices.Port) -> None:
         self.port = port
         self.native = native
+        self.gpu_direct = GpuDirect(native, port.device)
         self._lock = threading.Lock()
         self._device: Any = None
         self._exported: dict[int, tuple[int, Any]] = {}
@@ -75,13 +80,18 @@ class VerbsHost:
                     raise DeviceError(f"cannot open RDMA device {self.port.device}: {error.args[-1]}") from None
             return self._device
 
-    def register(self, address: int, nbytes: int, local_write: bool, remote: bool = False) -> Any:
+    def register(
+        self, address: int, nbytes: int, local_write: bool, remote: bool = False, stager: Stager | None = None
+    ) -> Any:
         """Return a registration of memory; it ends when the object dies.
 
         Raises:
             RegistrationError: the device does not take it.
+            NoDirectWayError: it is memory of a GPU (``stager``), which the device cannot reach.
         """
         device = self.device
+        if stager is not None:
+            return self.gpu_direct.register(device, stager, nbytes, local_write, remote)
         try:
             return self.native.Region(device, address, nbytes, local_write, remote)
         except OSError as error:
@@ -141,7 +151,7 @@ class VerbsHost:
             return int(known[1].rkey)
         memory = entry.memory
         with registry.using(entry):  # a drop waits until it can see the registration
-            region = self.register(memory.address, memory.nbytes, not memory.readonly, True)
+            region = self.register(memory.address, memory.nbytes, not memory.readonly, True, memory.stager)
             with self._lock:
                 known = self._exported.setdefault(entry.slot, (entry.key, region))
         return int(known[1].rkey)
@@ -157,11 +167,11 @@ class RegistrationCache:
     """Registrations of local memory, kept while the object that the memory belongs to lives, and while there is room.
 
     Args:
-        register: registers memory: address, bytes, whether it will be written.
+        register: registers memory: address, bytes, whether it will be written, whether peers reach it, its stager.
         limit: bytes that stay registered.
     """
 
-    def __init__(self, register: Callable[[int, int, bool], Any], limit: int) -> None:
+    def __init__(self, register: Callable[[int, int, bool, bool, Stager | None], Any], limit: int) -> None:
         self._register = register
         self._limit = limit
         self._lock = threading.RLock()
@@ -170,10 +180,10 @@ class RegistrationCache:
         self.nbytes = 0
         self.hits = 0
 
-    def get(self, address: int, nbytes: int, write: bool, anchor: object | None) -> Any:
+    def get(self, address: int, nbytes: int, write: bool, anchor: object | None, stager: Stager | None = None) -> Any:
         """Return a registration; it is valid as long as the caller holds it."""
         if anchor is None:
-            return self._register(address, nbytes, write)
+            return self._register(address, nbytes, write, False, stager)
         key = (id(anchor), address, nbytes, write)
         with self._lock:
             region = self._kept.get(key)
@@ -181,7 +191,7 @@ class RegistrationCache:
                 self._kept.move_to_end(key)
                 self.hits += 1
                 return region
-        region = self._register(address, nbytes, write)
+        region = self._register(address, nbytes, write, False, stager)
         with self._lock:
             if id(anchor) not in self._watched:
                 self._watched[id(anchor)] = weakref.finalize(anchor, self._forget, id(anchor))
@@ -214,7 +224,7 @@ class VerbsEngine:
     """
 
     name = "ibverbs"
-    takes_devices = False
+    takes_devices = True
 
     def __init__(self, host: VerbsHost, ask: Ask) -> None:
         self._host = host
@@ -230,20 +240,31 @@ class VerbsEngine:
             remaining(deadline)
         try:
             self._learn_keys({(op.target.slot, op.target.key) for op in ops}, deadline)
-            cache = self._host.cache
-            regions = [cache.get(op.address, op.nbytes, not op.write, op.anchor) for op in ops]
-            copies = [
-                (op.write, op.address, region.lkey, op.target.address, self._rkey(op.target), op.nbytes)
-                for op, region in zip(ops, regions, strict=True)
-            ]
-            if self._link is None:
-                self._link = self._connect(deadline)
-            kind, text = self._link.transfer(copies, min(_CHUNK_BYTES, chunk_bytes()), remaining(deadline))
-            if kind:
-                self._link = None
-                raise self._explain(kind, text, [op.target for op in ops], deadline)
+            try:
+                regions = self._regions(ops)
+            except NoDirectWayError:  # local memory of a GPU; the owner's is reached all the same
+                with on_host(ops) as hosted:
+                    self._run(hosted, self._regions(hosted), deadline)
+            else:
+                self._run(ops, regions, deadline)
         finally:
             self._lock.release()
+
+    def _regions(self, ops: Sequence[Op]) -> list[Any]:
+        cache = self._host.cache
+        return [cache.get(op.address, op.nbytes, not op.write, op.anchor, op.stager) for op in ops]
+
+    def _run(self, ops: Sequence[Op], regions: Sequence[Any], deadline: float) -> None:
+        copies = [
+            (op.write, op.address, region.lkey, op.target.address, self._rkey(op.target), op.nbytes)
+            for op, region in zip(ops, regions, strict=True)
+        ]
+        if self._link is None:
+            self._link = self._connect(deadline)
+        kind, text = self._link.transfer(copies, min(_CHUNK_BYTES, chunk_bytes()), remaining(deadline))
+        if kind:
+            self._link = None
+            raise self._explain(kind, text, [op.target for op in ops], deadline)
 
     def lost(self, reason: str) -> None:
         """See `Engine.lost`."""
@@ -327,7 +348,10 @@ def verbs_host() -> VerbsHost | None:
 
 
 def _find(target: str) -> VerbsHost | None:
-    port = verbs_devices.choose(verbs_devices.ports(), target, verbs_devices.own_numa_nodes())
+    ports = verbs_devices.ports()
+    if not ports:
+        return None
+    port = verbs_devices.choose(ports, target, verbs_devices.own_numa_nodes(), verbs_devices.own_gpu())
     if port is None:
         return None
     try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from monarch_slurm.errors import ConfigError
+from monarch_slurm.gpu import VisibilityError, gpu_devices, gpu_platform, visible_indices
 
 SYSFS = Path("/sys/class/infiniband")
 
@@ -38,6 +40,8 @@ class Port:
     numa_node: int
     rate: float
     """Gbit/s."""
+    bridges: tuple[str, ...] = ()
+    """What lies between the host and the device, outermost first: PCIe roots, bridges and switches."""
 
 
 def ports(sysfs: Path = SYSFS) -> list[Port]:
@@ -51,8 +55,15 @@ def ports(sysfs: Path = SYSFS) -> list[Port]:
             best = max(gids(folder), key=lambda gid: gid.score, default=None)
             if best is not None:
                 rate = float(_text(folder / "rate").partition(" ")[0] or 0)
-                found.append(Port(device.name, int(folder.name), best, node, rate))
+                found.append(Port(device.name, int(folder.name), best, node, rate, bridges(device / "device")))
     return found
+
+
+def bridges(device: Path) -> tuple[str, ...]:
+    """Return what lies between the host and the PCI device that the sysfs folder ``device`` is, or links to."""
+    names = device.resolve().parts
+    start = next((index for index, name in enumerate(names) if name.startswith("pci")), len(names))
+    return names[start:-1]
 
 
 def gids(port: Path) -> Iterator[Gid]:
@@ -67,13 +78,16 @@ def gids(port: Path) -> Iterator[Gid]:
             yield Gid(int(file.name), address, _text(port / "gid_attrs" / "types" / file.name))
 
 
-def choose(found: list[Port], target: str, numa_nodes: set[int]) -> Port | None:
+def choose(found: list[Port], target: str, numa_nodes: set[int], gpu: tuple[str, ...] = ()) -> Port | None:
     """Return the port to use, or None if there is none.
+
+    The nearest shares most PCIe bridges with the process's GPU, else it is on a NUMA node of the process's CPUs.
 
     Args:
         found: from `ports`.
         target: setting ``rdma_ibverbs_target``: empty for the nearest and fastest, or ``nic:<name>[:<port>]``.
         numa_nodes: those that this process runs on.
+        gpu: `bridges` of the GPU that this process uses; empty if there is none, or several.
 
     Raises:
         ConfigError: ``target`` has another form, or names a port that is not active.
@@ -88,7 +102,22 @@ def choose(found: list[Port], target: str, numa_nodes: set[int]) -> Port | None:
                 return port
         active = ", ".join(f"{port.device}:{port.number}" for port in found) or "none"
         raise ConfigError(f"rdma_ibverbs_target={target!r} is not there or not active; active ports: {active}")
-    return max(found, key=lambda port: (port.numa_node in numa_nodes, port.gid.score, port.rate), default=None)
+
+    def merit(port: Port) -> tuple[int, bool, tuple[bool, bool, bool], float]:
+        shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(port.bridges, gpu, strict=False))))
+        return shared, port.numa_node in numa_nodes, port.gid.score, port.rate
+
+    return max(found, key=merit, default=None)
+
+
+def own_gpu(pci_devices: Path = Path("/sys/bus/pci/devices")) -> tuple[str, ...]:
+    """Return `bridges` of the one GPU that this process may see; nothing if there are several, or none."""
+    devices = [device for device in gpu_devices() if device.platform == gpu_platform()]
+    try:
+        seen = visible_indices(gpu_platform(), len(devices), [device.uuid for device in devices], os.environ)
+    except VisibilityError:
+        return ()
+    return bridges(pci_devices / devices[seen[0]].pci_address) if len(seen) == 1 else ()
 
 
 def own_numa_nodes(cpus: set[int] | None = None, sysfs: Path = Path("/sys/devices/system/cpu")) -> set[int]:

@@ -75,6 +75,10 @@ class Device {
 class Region {
  public:
   Region(std::shared_ptr<Device> device, std::uint64_t address, std::uint64_t nbytes, bool local_write, bool remote);
+  // Memory of a GPU by its dmabuf, whose bytes from `offset` on have `address` there. The descriptor stays the
+  // caller's.
+  Region(std::shared_ptr<Device> device, int fd, std::uint64_t offset, std::uint64_t address, std::uint64_t nbytes,
+         bool local_write, bool remote);
   std::uint32_t lkey() const { return mr_->lkey; }
   std::uint32_t rkey() const { return mr_->rkey; }
 

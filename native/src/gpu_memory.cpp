@@ -108,7 +108,7 @@ IpcMapping::~IpcMapping() {
   try {
     const OnDevice here(*runtime_, device_);
     runtime_->table().ipc_close(address_);
-  } catch (const Error&) {  // the device is gone, and its memory with it
+  } catch (const Error&) {  // NOLINT(bugprone-empty-catch): the device is gone, and its memory with it
   }
 }
 

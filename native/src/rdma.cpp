@@ -2,11 +2,11 @@
 
 #ifdef MONARCH_HAS_VERBS
 #include <poll.h>
-#include <time.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <ctime>
 
 #include "dl.h"
 
@@ -31,6 +31,7 @@ struct Api {
   decltype(&::ibv_dealloc_pd) dealloc_pd;
   ibv_mr* (*reg_mr)(ibv_pd*, void*, std::size_t, int);
   decltype(&::ibv_dereg_mr) dereg_mr;
+  decltype(&::ibv_reg_dmabuf_mr) reg_dmabuf_mr;  // null before rdma-core 34
   decltype(&::ibv_create_comp_channel) create_comp_channel;
   decltype(&::ibv_destroy_comp_channel) destroy_comp_channel;
   decltype(&::ibv_create_cq) create_cq;
@@ -60,6 +61,7 @@ Api load() {
   library.require(api.dealloc_pd, "ibv_dealloc_pd");
   library.require(api.reg_mr, "ibv_reg_mr");
   library.require(api.dereg_mr, "ibv_dereg_mr");
+  library.find(api.reg_dmabuf_mr, "ibv_reg_dmabuf_mr");
   library.require(api.create_comp_channel, "ibv_create_comp_channel");
   library.require(api.destroy_comp_channel, "ibv_destroy_comp_channel");
   library.require(api.create_cq, "ibv_create_cq");
@@ -101,6 +103,12 @@ template <typename Handle>
 Handle checked(const char* call, typename Handle::pointer made) {
   if (made == nullptr) throw VerbsError(call, errno);
   return Handle(made);
+}
+
+int access_flags(bool local_write, bool remote) {
+  int access = local_write ? IBV_ACCESS_LOCAL_WRITE : 0;
+  if (remote) access |= IBV_ACCESS_REMOTE_READ | (local_write ? IBV_ACCESS_REMOTE_WRITE : 0);
+  return access;
 }
 
 Context open(const std::string& name) {
@@ -152,10 +160,16 @@ bool Device::port_is_active() const {
 Region::Region(std::shared_ptr<Device> device, std::uint64_t address, std::uint64_t nbytes, bool local_write,
                bool remote)
     : device_(std::move(device)) {
-  int access = local_write ? IBV_ACCESS_LOCAL_WRITE : 0;
-  if (remote) access |= IBV_ACCESS_REMOTE_READ | (local_write ? IBV_ACCESS_REMOTE_WRITE : 0);
-  // NOLINTNEXTLINE(performance-no-int-to-ptr): addresses come from Python as integers
+  const int access = access_flags(local_write, remote);
   mr_ = checked<Mr>("ibv_reg_mr", api().reg_mr(device_->pd.get(), reinterpret_cast<void*>(address), nbytes, access));
+}
+
+Region::Region(std::shared_ptr<Device> device, int fd, std::uint64_t offset, std::uint64_t address,
+               std::uint64_t nbytes, bool local_write, bool remote)
+    : device_(std::move(device)) {
+  if (api().reg_dmabuf_mr == nullptr) throw VerbsError("ibv_reg_dmabuf_mr", ENOSYS);
+  const int access = access_flags(local_write, remote);
+  mr_ = checked<Mr>("ibv_reg_dmabuf_mr", api().reg_dmabuf_mr(device_->pd.get(), offset, nbytes, address, fd, access));
 }
 
 Link::Link(std::shared_ptr<Device> device, int queue_pairs, int depth)
@@ -184,6 +198,7 @@ Link::Link(std::shared_ptr<Device> device, int queue_pairs, int depth)
 
 std::vector<std::uint32_t> Link::numbers() const {
   std::vector<std::uint32_t> numbers;
+  numbers.reserve(qps_.size());
   for (const Qp& qp : qps_) numbers.push_back(qp->qp_num);
   return numbers;
 }

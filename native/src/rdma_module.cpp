@@ -15,13 +15,14 @@ PYBIND11_MODULE(_rdma, m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   m.attr("has_verbs") = true;
   static py::handle error = py::exception<VerbsError>(m, "VerbsError", PyExc_OSError).release();
-  py::register_exception_translator([](std::exception_ptr raised) {
-    try {
-      if (raised) std::rethrow_exception(raised);
-    } catch (const VerbsError& failure) {
-      PyErr_SetObject(error.ptr(), py::make_tuple(failure.code(), failure.what()).ptr());
-    }
-  });
+  py::register_exception_translator(
+      [](std::exception_ptr raised) {  // NOLINT(performance-unnecessary-value-param): pybind11 wants it so
+        try {
+          if (raised) std::rethrow_exception(raised);
+        } catch (const VerbsError& failure) {
+          PyErr_SetObject(error.ptr(), py::make_tuple(failure.code(), failure.what()).ptr());
+        }
+      });
   py::class_<Device, std::shared_ptr<Device>>(m, "Device")
       .def(py::init<const std::string&, int, int>(), Release())
       .def_property_readonly("gid", [](const Device& device) { return py::bytes(device.gid()); })
@@ -30,6 +31,13 @@ PYBIND11_MODULE(_rdma, m) {
       .def("port_is_active", &Device::port_is_active, Release());
   py::class_<Region, std::shared_ptr<Region>>(m, "Region")
       .def(py::init<std::shared_ptr<Device>, std::uint64_t, std::uint64_t, bool, bool>(), Release())
+      .def_static(
+          "of_dmabuf",
+          [](std::shared_ptr<Device> device, int fd, std::uint64_t offset, std::uint64_t address, std::uint64_t nbytes,
+             bool local_write, bool remote) {
+            return std::make_shared<Region>(std::move(device), fd, offset, address, nbytes, local_write, remote);
+          },
+          Release())
       .def_property_readonly("lkey", &Region::lkey)
       .def_property_readonly("rkey", &Region::rkey);
   py::class_<Link, std::shared_ptr<Link>>(m, "Link")

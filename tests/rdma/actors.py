@@ -7,10 +7,10 @@ import hashlib
 import os
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from monarch_slurm.actor import Actor, endpoint
-from monarch_slurm.rdma import RDMAAction, RDMABuffer, recent_transfers, shared_memory
+from monarch_slurm.rdma import RDMAAction, RDMABuffer, buffer, memory, recent_transfers, shared_memory
 
 
 def pattern(nbytes: int, seed: int) -> bytearray:
@@ -23,16 +23,46 @@ def digest(data: Any) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+class Device(NamedTuple):
+    type: str = "cpu"
+    index: int | None = None
+
+
+class StandIn:
+    """A `Stager` of host memory, without torch; stands for its flat tensor, too."""
+
+    device = Device()
+
+    def __init__(self, data: memoryview) -> None:
+        self.bytes = self
+        self._data = data
+
+    def data_ptr(self) -> int:
+        return memory.memory_of(self._data).address
+
+    def get_device(self) -> int:
+        return -1
+
+    def pinned(self, nbytes: int) -> memoryview:
+        return memoryview(bytearray(nbytes))
+
+    def to_host(self, offset: int, address: int, nbytes: int) -> None:
+        memory.view_of(address, nbytes)[:] = self._data[offset : offset + nbytes]
+
+    def from_host(self, offset: int, address: int, nbytes: int) -> None:
+        self._data[offset : offset + nbytes] = memory.view_of(address, nbytes)
+
+    def copy(self, other: StandIn, nbytes: int) -> None:
+        self._data[:nbytes] = other._data[:nbytes]
+
+
 @contextlib.contextmanager
 def as_if_on_a_device() -> Iterator[None]:
     """Let memory be taken for a device's: reached by copies only."""
-    import torch
-
-    from monarch_slurm.rdma import buffer, memory
 
     def stand_in(data: memoryview) -> memory.Memory:
-        tensor = torch.frombuffer(data, dtype=torch.uint8)
-        return memory.Memory(0, len(data), False, tensor, None, memory.Stager(tensor))
+        made: Any = StandIn(data)
+        return memory.Memory(made.data_ptr(), len(data), False, data, None, made)
 
     buffer.memory_of = stand_in
     try:
@@ -100,8 +130,8 @@ class Holder(Actor):
     def add_up(self, buffers: list[RDMABuffer]) -> list[str]:
         targets = [bytearray(buffer.size()) for buffer in buffers]
         action = RDMAAction()
-        for target, buffer in zip(targets, buffers, strict=True):
-            action.read_remote(memoryview(target), buffer)
+        for target, source in zip(targets, buffers, strict=True):
+            action.read_remote(memoryview(target), source)
         action.submit().get(120)
         return [digest(target) for target in targets]
 

@@ -37,7 +37,7 @@ from monarch_slurm.rdma.samehost import network_id
 from monarch_slurm.rdma.tcp_client import TcpEngine
 from monarch_slurm.rdma.tcp_server import TcpServer
 from monarch_slurm.rdma.verbs import RegistrationCache, registration_text
-from monarch_slurm.rdma.verbs_devices import choose, ports
+from monarch_slurm.rdma.verbs_devices import bridges, choose, ports
 from monarch_slurm.rdma.workers import Workers
 
 
@@ -343,6 +343,25 @@ def test_the_nearest_active_device(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="rdma_ibverbs_target"):
             choose(found, target, {1})
     assert choose([], "", {0}) is None
+
+
+def test_the_device_behind_the_gpus_switch(tmp_path: Path) -> None:
+    """As on nodes of eight GPUs and eight adapters: all are on the NUMA node, one is behind the same switch."""
+    for index in range(4):
+        make_device(tmp_path / "class", f"mlx5_{index}", {0: (MAPPED, "RoCE v2")}, node=0)
+        switch = tmp_path / f"devices/pci0000:0{index // 2}/0000:0{index // 2}:01.0/0000:{index}0:00.0"
+        (switch / "0000:aa:00.0").mkdir(parents=True)
+        (tmp_path / "class" / f"mlx5_{index}" / "device").rename(switch / "nic")
+        (tmp_path / "class" / f"mlx5_{index}" / "device").symlink_to(switch / "nic")
+    gpu = bridges(tmp_path / "devices/pci0000:01/0000:01:01.0/0000:20:00.0/0000:aa:00.0")
+    assert gpu == ("pci0000:01", "0000:01:01.0", "0000:20:00.0")
+    found = ports(tmp_path / "class")
+    chosen = choose(found, "", {0}, gpu)
+    assert chosen is not None
+    assert chosen.device == "mlx5_2"
+    beside = choose([port for port in found if port.device != "mlx5_2"], "", {0}, gpu)
+    assert beside is not None
+    assert beside.device == "mlx5_3", "the same root"
 
 
 def test_registrations_are_kept_while_their_object_lives() -> None:

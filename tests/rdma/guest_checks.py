@@ -1,4 +1,4 @@
-"""What goes wrong on an RDMA network, made to happen in a guest that has a soft-RoCE device. Run by test_verbs.py.
+"""Transfers over soft-RoCE, and what goes wrong on such a network, in a QEMU guest. Run by test_verbs.py.
 
 Arguments: ``one`` (several processes of one guest), or ``two FOLDER`` (in each of two; node 0 is the controller).
 """
@@ -56,6 +56,39 @@ def check(user: Any, buffer: RDMABuffer, seed: int) -> None:
     assert user.read.call_one(buffer).get(100) == (digest(pattern(buffer.size(), seed)), "ibverbs")
 
 
+def every_size(owner: Any, user: Any, sizes: list[int]) -> None:
+    for index, size in enumerate(sizes):
+        step(f"{size} bytes each way")
+        buffer = owner.make.call_one(size, index).get(60)
+        check(user, buffer, index)
+        assert user.write.call_one(buffer, size, index + 50).get(100) == "ibverbs"
+        assert owner.digest_of.call_one(index).get(60) == digest(pattern(size, index + 50))
+
+
+def buffers_and_keys(owner: Any, user: Any) -> None:
+    step("100 buffers in one action")
+    sizes = [1 + 7919 * index % 60_000 for index in range(100)]
+    buffers = owner.make_many.call_one(sizes).get(60)
+    came = user.add_up.call_one(buffers).get(60)
+    assert came == [digest(pattern(size, index)) for index, size in enumerate(sizes)]
+    step("a wrong key, and a dropped buffer")
+    buffer, fields = buffers[0], buffers[0]._target_fields()
+    buffer._target = buffer._target.__class__(fields[0], 12345, *fields[2:])
+    kind, text = user.read_error.call_one(buffer).get(60)
+    assert (kind, "not found" in text) == ("BufferGoneError", True)
+    buffers[1].drop().get(20)
+    kind, text = user.read_error.call_one(buffers[1]).get(60)
+    assert (kind, "(ibverbs)" in text) == ("BufferGoneError", True)
+    check(user, buffers[2], 2)
+
+
+def memory_of_a_gpu(owner: Any, user: Any) -> None:
+    """Host memory stands in for it: no driver makes a dmabuf of it, so that it is registered by its address."""
+    buffer = owner.make_device.call_one(300_001, 5).get(60)
+    check(user, buffer, 5)
+    assert user.read_to_device.call_one(buffer).get(60) == (digest(pattern(300_001, 5)), "ibverbs")
+
+
 def link_down_and_up(owner: Any, user: Any) -> None:
     buffer = owner.make.call_one(100_000, 1).get(60)
     check(user, buffer, 1)
@@ -101,6 +134,10 @@ def one() -> None:
     host = this_host()
     holders = spawn(host, 2)
     owner, user = holders.slice(procs=0), holders.slice(procs=1)
+    every_size(owner, user, [1, 4095, 1_000_003, 64 * 2**20])
+    buffers_and_keys(owner, user)
+    step("memory of a GPU")
+    memory_of_a_gpu(owner, user)
     step("link down and up")
     link_down_and_up(owner, user)
     step("killed peer")
@@ -115,12 +152,7 @@ def two(folder: Path) -> None:
     publish(folder, address=os.environ["RDMA_IP"])
     far = gather_hosts(["far"], timeout=100)
     owner, user = spawn(far), spawn(this_host())
-    for index, size in enumerate([1, 4097, 1_000_003, 16 * 2**20]):
-        step(f"{size} bytes each way")
-        buffer = owner.make.call_one(size, index).get(60)
-        check(user, buffer, index)
-        assert user.write.call_one(buffer, size, index + 50).get(100) == "ibverbs"
-        assert owner.digest_of.call_one(index).get(60) == digest(pattern(size, index + 50))
+    every_size(owner, user, [1, 4097, 1_000_003, 16 * 2**20])
     step("many to one")
     buffer = owner.make.call_one(500_000, 9).get(60)
     users = spawn(this_host(), 3)
