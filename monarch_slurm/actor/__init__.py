@@ -13,6 +13,8 @@ failures
 - `controllers`: actors of which a program has one
 - `restart`, `budget`: which procs start again, and how often; `keeper`: doing it
 - `workers`: hosts that wait for programs
+- `code_sync`: folders of the program's machine on its hosts
+- `debugger`: ``breakpoint()``, and who talks to what has stopped
 - `client`, `proc_main`: the two kinds of processes; `local_host`: the client's own machine
 """
 
@@ -21,8 +23,10 @@ from monarch_slurm.actor.actor import Actor
 from monarch_slurm.actor.actor_mesh import ActorMesh
 from monarch_slurm.actor.bootstrap import BootstrapCommand, default_bootstrap_cmd
 from monarch_slurm.actor.client import shutdown_context, unhandled_fault_hook
+from monarch_slurm.actor.code_sync import SyncResult, Workspace, WorkspaceError
 from monarch_slurm.actor.context import Context, Instance, context, current_actor_name, current_rank, current_size
 from monarch_slurm.actor.controllers import get_or_spawn_controller
+from monarch_slurm.actor.debugger.controller import debug_controller
 from monarch_slurm.actor.endpoint import Accumulator, Endpoint, as_endpoint, concurrent_endpoint, endpoint, send
 from monarch_slurm.actor.errors import ActorError, ActorRestartedError, MeshFailure, SupervisionError
 from monarch_slurm.actor.future import Future
@@ -76,8 +80,11 @@ __all__ = [
     "Shape",
     "Slice",
     "SupervisionError",
+    "SyncResult",
     "Uid",
     "ValueMesh",
+    "Workspace",
+    "WorkspaceError",
     "as_endpoint",
     "attach_to_workers",
     "concurrent_endpoint",
@@ -86,6 +93,7 @@ __all__ = [
     "current_actor_name",
     "current_rank",
     "current_size",
+    "debug_controller",
     "default_bootstrap_cmd",
     "enable_transport",
     "endpoint",

@@ -13,6 +13,7 @@ from typing import Any
 
 from monarch_slurm.actor.cell import Cell, EndActor, Stop
 from monarch_slurm.actor.context import Context, set_context
+from monarch_slurm.actor.debugger.hook import call_ended
 from monarch_slurm.actor.errors import MeshFailure
 from monarch_slurm.actor.messages import Call
 from monarch_slurm.config import settings
@@ -151,6 +152,7 @@ class AsyncCell(Cell):
         task.add_done_callback(self._tasks.discard)
 
     def _task_failed(self, call: Call, error: BaseException) -> None:
+        call_ended(error)
         explicit = self._is_explicit(call)
         if call.port is not None and not explicit:
             self._answer_error(call, error, "" if isinstance(error, Exception) else " with BaseException")

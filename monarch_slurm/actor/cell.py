@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from monarch_slurm.actor.context import Context, CreatorInstance, Instance, set_context
+from monarch_slurm.actor.debugger.hook import call_ended
 from monarch_slurm.actor.endpoint import EndpointProperty
 from monarch_slurm.actor.errors import ActorError, MeshFailure, format_exception
 from monarch_slurm.actor.layout import ActorRef
@@ -186,7 +187,9 @@ class Cell:
         try:
             self.object = self._build()
         except BaseException as error:
+            call_ended(error)
             raise self._failure(error, "actor explicitly aborted due to: ") from error
+        call_ended()
         if self._ready is not None:
             self.runtime.post(self._ready, self.instance.rank.rank, VALUE, dumps(True))
 
@@ -215,6 +218,7 @@ class Cell:
         return call.place(self.base_rank).rank
 
     def _answer(self, call: Call, value: Any) -> None:
+        call_ended()
         if call.port is None or self._is_explicit(call):
             return
         try:
@@ -232,6 +236,7 @@ class Cell:
 
     def _judge(self, call: Call, error: BaseException) -> None:
         """Answer the caller, or raise what ends the actor."""
+        call_ended(error)
         if isinstance(error, Exception) and call.port is not None and not self._is_explicit(call):
             self._answer_error(call, error)
             return

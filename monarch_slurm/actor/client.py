@@ -19,6 +19,9 @@ from monarch_slurm.actor import controllers
 from monarch_slurm.actor.birth import make_cell
 from monarch_slurm.actor.console import open_console
 from monarch_slurm.actor.context import Instance, may_boot_client, set_client_boot
+from monarch_slurm.actor.debugger.desk import DebugDesk
+from monarch_slurm.actor.debugger.hook import Debugging
+from monarch_slurm.actor.debugger.terminal import watch_stops
 from monarch_slurm.actor.errors import MeshFailure
 from monarch_slurm.actor.forks import not_in_forks
 from monarch_slurm.actor.future import Future
@@ -97,7 +100,10 @@ class Client:
         self._log_printer = LogPrinter(self._send, lambda: bool(get_global_config()["prefix_with_rank"]))
         self.runtime.print_logs = self._log_printer.flush
         register_stacks()
-        self._console = open_console(self._loop, self.runtime, lambda: list(self.hub.hosts.values()))
+        self.desk = DebugDesk(self._send, self._watch_stops)
+        self._debugging = Debugging(self.runtime)
+        self._debugging.install()
+        self._console = open_console(self._loop, self.runtime, self.desk, lambda: list(self.hub.hosts.values()))
         threading.Thread(target=self._judge_faults, name="monarch-faults", daemon=True).start()
         self._loop.start("monarch-io")
 
@@ -176,6 +182,9 @@ class Client:
 
     # ---- messages
 
+    def _watch_stops(self) -> None:
+        threading.Thread(target=watch_stops, args=(self.desk,), name="monarch-debug", daemon=True).start()
+
     def _set_local_host(self, host: str) -> None:
         self.runtime.local_host = host
 
@@ -187,7 +196,9 @@ class Client:
         if message.kind == "proc_down" and not message.fields["expected"]:
             with self.hosts_changed:
                 self.proc_failures.append(ProcDown(**message.fields))
-        if not self.runtime.handle(message) and not self._log_printer.take(message):
+        if message.kind == "debug_input":
+            self._debugging.feed(message)
+        elif not (self.desk.take(message) or self.runtime.handle(message) or self._log_printer.take(message)):
             logger.error("unknown message %r from %s", message.kind, message.src)
 
     def _host_joined(self, info: HostInfo) -> None:

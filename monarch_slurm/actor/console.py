@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from monarch_slurm._version import __version__
+from monarch_slurm.actor.debugger.desk import DebugDesk
+from monarch_slurm.actor.debugger.service import serve_debugger
 from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.actor.stacks import gather_stacks
 from monarch_slurm.host import HostInfo
@@ -17,7 +19,7 @@ from monarch_slurm.wire import Loop
 from monarch_slurm.wire.console import Console, Session
 
 
-def open_console(loop: Loop, runtime: Runtime, hosts: Callable[[], list[HostInfo]]) -> Console:
+def open_console(loop: Loop, runtime: Runtime, desk: DebugDesk, hosts: Callable[[], list[HostInfo]]) -> Console:
     """Open the console of this program.
 
     Args:
@@ -35,4 +37,7 @@ def open_console(loop: Loop, runtime: Runtime, hosts: Callable[[], list[HostInfo
     def stacks(session: Session, request: dict[str, Any]) -> None:
         session.send(gather_stacks(runtime, hosts()))
 
-    return Console(loop, about, {"stacks": stacks})
+    def debug(session: Session, request: dict[str, Any]) -> None:
+        serve_debugger(desk, session)
+
+    return Console(loop, about, {"stacks": stacks, "debug": debug})

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 from monarch_slurm.actor.bootstrap import Bootstrap, command_fields
+from monarch_slurm.actor.code_sync import SyncResult, Workspace
+from monarch_slurm.actor.code_sync.sync import Copies, sync_workspace
 from monarch_slurm.actor.context import context
 from monarch_slurm.actor.errors import SupervisionError
 from monarch_slurm.actor.future import Future
@@ -48,6 +50,7 @@ class HostMesh(MeshTrait):
         self._let_go = let_go
         """Set if other programs may have the hosts after this one: called when this one has no more use for them."""
         self._ended = ""
+        self._copies: dict[str, Copies] = {}
 
     @classmethod
     def _reference(cls, hosts: tuple[str, ...], shape: Shape, python: str = "") -> HostMesh:
@@ -58,7 +61,9 @@ class HostMesh(MeshTrait):
         return self._mesh_shape
 
     def _new_with_shape(self, shape: Shape) -> HostMesh:
-        return HostMesh(self._hosts, shape, owned=False, python=self._python, ready=self._ready)
+        mesh = HostMesh(self._hosts, shape, owned=False, python=self._python, ready=self._ready)
+        mesh._copies = self._copies
+        return mesh
 
     def with_python_executable(self, path: str) -> HostMesh:
         """Return a reference to the same hosts whose procs run with another Python, as do those that they spawn.
@@ -66,7 +71,9 @@ class HostMesh(MeshTrait):
         Such procs are not forked from the zygote, so each imports by itself what it needs. That Python must be able to
         import this package.
         """
-        return HostMesh(self._hosts, self._mesh_shape, owned=False, python=os.fspath(path), ready=self._ready)
+        mesh = HostMesh(self._hosts, self._mesh_shape, owned=False, python=os.fspath(path), ready=self._ready)
+        mesh._copies = self._copies
+        return mesh
 
     @property
     def is_fake_in_process(self) -> bool:
@@ -203,10 +210,14 @@ class HostMesh(MeshTrait):
             "restartable": restart is not None,
         }
 
+        copies = self._copies.copy()
+
         def make_spawn(host: str, ranks: list[int], incarnation: int) -> Message:
             first = ranks[0] - ranks[0] % per
             procs = [{"rank": first + i, **binds[i], **commands[first + i]} for i in range(per)]
             fields = {**common, "procs": procs, "ranks": ranks, "incarnation": incarnation}
+            if host in copies:
+                fields |= copies[host].spawn_fields(fields)
             return Message("spawn", Address(host, AGENT), runtime.address, fields, body)
 
         if restart is not None:
@@ -222,6 +233,35 @@ class HostMesh(MeshTrait):
         runtime = context().actor_instance.runtime
         for host in self._now_at():
             runtime.send(Message("renew", Address(host, AGENT), runtime.address))
+
+    async def sync_workspace(self, workspace: Workspace, conda: bool = False, auto_reload: bool = False) -> SyncResult:
+        """Copy folders of this machine to all hosts, over the job's own connections: what has changed, and no more.
+
+        They get into ``$WORKSPACE_DIR`` of each host, or into a folder that is gone with its agent. Procs that are
+        spawned from then on have ``WORKSPACE_DIR`` set, and import from the copies.
+
+        Args:
+            workspace: the folders, and what in them is left out.
+            auto_reload: the calling actor's procs on these hosts load modules whose files have changed again. Actors
+                that are there keep the code that they have.
+
+        Raises:
+            RuntimeError: this mesh is a slice or came from elsewhere.
+            WorkspaceError: a file cannot be read here or written there, or a module cannot be loaded again.
+            SupervisionError: a host was lost meanwhile; synchronize those that are left again.
+            NotImplementedError: ``conda``; environments are not copied.
+        """
+        if conda:
+            raise NotImplementedError("conda environments are not copied: have the same one on all hosts")
+        if not self._owned and self._hosts != (context().actor_instance.runtime.local_host,):
+            raise RuntimeError(
+                "cannot call sync_workspace on a sliced host mesh or one that was sent over an actor endpoint"
+            )
+        result, copies = await sync_workspace(self, workspace, auto_reload)
+        for host, new in copies.items():
+            known = self._copies.setdefault(host, new)
+            known.folders += [pair for pair in new.folders if pair not in known.folders]
+        return result
 
     def shutdown(self) -> Future[None]:
         """End the agents of these hosts with all their procs; the hosts cannot be used any more. Resolves when they

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -96,7 +97,8 @@ class LocalHost:
         """Kill the agent; its guardian clears up after it, and is killed only if there is no agent yet."""
         with self._lock:
             if self._process is not None:
-                os.kill(self._agent_pid or self._process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it ends, and its guardian is about to
+                    os.kill(self._agent_pid or self._process.pid, signal.SIGKILL)
 
     def close(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for the agent, which was told to end; then kill it."""

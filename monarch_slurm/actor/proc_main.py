@@ -6,10 +6,13 @@ import faulthandler
 import logging
 import signal
 import sys
+from collections import deque
 from pathlib import Path
 
 from monarch_slurm.actor.birth import make_cell
+from monarch_slurm.actor.code_sync.receiver import set_agent_folder
 from monarch_slurm.actor.context import set_client_boot
+from monarch_slurm.actor.debugger.hook import Debugging, call_ended
 from monarch_slurm.actor.errors import ActorError
 from monarch_slurm.actor.forks import not_in_forks
 from monarch_slurm.actor.layout import ProcLayout
@@ -39,10 +42,14 @@ class _Proc:
         send = not_in_forks(self._link.send)
         self._runtime = Runtime(address, spec.host_name, send, make_cell, spec.incarnation)
         self._runtime.local_host = spec.host
+        set_agent_folder(Path(spec.agent_socket).parent)
         self._runtime.on_failed = self._fail
         self._exit_code = 0
-        self._useless = False
-        """Set when the bootstrap has failed: what came right behind it must not be handled."""
+        self._starting = False
+        """Until the bootstrap is through; for good if it has failed."""
+        self._held: deque[Message] = deque()
+        self._debugging = Debugging(self._runtime, self._loop.run_until)
+        self._debugging.install()
 
     def run(self) -> int:
         self._link.send(Message("hello", Address(self._spec.host, AGENT), self._runtime.address))
@@ -51,10 +58,23 @@ class _Proc:
         return self._exit_code
 
     def _take(self, message: Message) -> None:
-        if self._useless or self._runtime.handle(message):
+        if message.kind == "debug_input":
+            self._debugging.feed(message)
+            return
+        if message.kind == "exit":
+            self._debugging.release()
+        if self._starting and message.kind != "ping":
+            self._held.append(message)
+        else:
+            self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        if self._runtime.handle(message):
             return
         if message.kind == "start":
-            self._start(message)
+            # Aside of the reading, which goes on should the debugger stop the user's function.
+            self._starting = True
+            self._loop.call_soon(lambda: self._start(message))
         elif message.kind == "exit":
             self._exit(message.fields["timeout"])
         elif message.kind == "log_level":
@@ -73,14 +93,19 @@ class _Proc:
         self._runtime.home = ProcLayout.from_fields(fields["layout"]), Shape(labels, Slice.new_row_major(sizes)), rank
         try:
             run_bootstrap(message.body)
+            call_ended()
         except Exception as error:  # a user's function; its owner is told, and the proc is of no use
+            call_ended(error)
             failure = ActorError(error, f"bootstrap of proc {self._spec.proc} on host {self._spec.host_name} failed.")
             self._runtime.post(tuple(fields["ready"]), rank, EXCEPTION, dumps(failure))
             print(failure, file=sys.stderr)
-            self._exit_code, self._useless = 1, True
+            self._exit_code = 1
             self._loop.stop()
             return
         self._runtime.post(tuple(fields["ready"]), rank, VALUE, dumps(True))
+        self._starting = False
+        while self._held:
+            self._handle(self._held.popleft())
 
     def _exit(self, timeout: float) -> None:
         """Stop all actors, then leave. The agent kills this process if that takes longer than ``timeout`` seconds."""

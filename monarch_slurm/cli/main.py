@@ -11,6 +11,7 @@ import click
 from monarch_slurm._version import __version__
 from monarch_slurm.cli.attach import attach
 from monarch_slurm.cli.cancel import cancel
+from monarch_slurm.cli.debug import debug
 from monarch_slurm.cli.doctor import doctor
 from monarch_slurm.cli.logs import logs
 from monarch_slurm.cli.native import build
@@ -36,7 +37,7 @@ def cli() -> None:
 
 
 for command in (
-    attach, build, cancel, doctor, logs, shell, stacks, status, submit, template, train,
+    attach, build, cancel, debug, doctor, logs, shell, stacks, status, submit, template, train,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -25,6 +25,7 @@ from monarch_slurm.train.manager import JOURNAL, Run
 from monarch_slurm.train.report import REPORT, build_report, load_report, write_report
 from monarch_slurm.train.saved import find_saved
 from monarch_slurm.train.supervisor import RestartPolicy
+from monarch_slurm.wire.runtime_dir import check_runtime_dir
 
 PRELOAD = "monarch_slurm.train.engine:preload,monarch_slurm.train.trainer,monarch_slurm.train.supervisor"
 """What a zygote imports for training. The engine comes first: it quiets TorchFT, which reads its log level when it is
@@ -82,6 +83,7 @@ def train_here(plan: Plan, in_job: bool = False) -> Path:
         MonarchSlurmError: the run could not be made or finished. A report of what happened is written all the same.
     """
     reference = check(plan)
+    check_runtime_dir()  # the client does so too, but by then there is a run, which would end early
     folder = _run_folder(plan, in_job)
     if not settings().preload:
         configure(preload=PRELOAD)

@@ -77,6 +77,10 @@ class Session:
             raise ConsoleError(f"not a packet but {type(packet).__name__}")
         return packet
 
+    def fileno(self) -> int:
+        """The connection's descriptor, to wait on."""
+        return self._connection.fileno()
+
     def set_timeout(self, seconds: float | None) -> None:
         """Set how long `receive` waits."""
         self._connection.settimeout(seconds)

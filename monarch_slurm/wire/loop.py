@@ -153,6 +153,11 @@ class Loop:
         self._runs_on = 0
         self._epoll.close()
 
+    def run_until(self, done: Callable[[], bool]) -> None:
+        """Go on inside of a callback, until ``done`` or `stop`. On the loop's thread."""
+        while not (done() or self._stopping):
+            self._round()
+
     def _round(self) -> None:
         timeout = -1.0
         due = None
@@ -170,7 +175,8 @@ class Loop:
                 self.guard(self._readers.get(fd))
         # The calls that are there now; those that they add wait for the next round, after the descriptors.
         for _ in range(len(self._calls)):
-            self.guard(self._calls.popleft())
+            if self._calls:  # a call that waits inside of its own rounds takes others
+                self.guard(self._calls.popleft())
         now = self.clock()
         while self._timers and self._timers[0][0] <= now:
             self.guard(heapq.heappop(self._timers)[2]._fire)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from monarch_slurm import config
 from monarch_slurm.cli import main
 
 
@@ -74,3 +75,15 @@ def test_help_and_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     code, output = run(monkeypatch, capsys, "--version")
     assert code == 0
     assert "monarch-slurm" in output
+
+
+def test_a_folder_for_sockets_that_cannot_be_used_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with config.configured(runtime_dir="/proc"):
+        code, output = run(monkeypatch, capsys, "train", "--local", "--model", "tiny")
+    assert code == 1
+    assert output.splitlines() == [output.strip()]
+    assert output.startswith("error: cannot make a folder for sockets in /proc")
+    assert os.listdir(tmp_path) == []

@@ -91,3 +91,10 @@ def test_values_beyond_the_limit_are_refused_where_they_are_sent() -> None:
         assert loads(dumps(np.zeros(PIECE_BYTES + 5, dtype=np.uint8))).nbytes == PIECE_BYTES + 5
         with pytest.raises(TooLargeError, match="setting max_frame_length"):
             dumps(np.zeros(PIECE_BYTES + 6, dtype=np.uint8))
+
+
+def test_functions_that_travel_by_value_keep_the_name_of_their_file() -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile("def outer():\n  def inner(): raise ValueError\n  return inner", "/a/model.py", "exec"), namespace)
+    for copied in (loads(dumps(namespace["outer"])), from_bytes(to_bytes(namespace["outer"]))):
+        assert copied.__code__.co_filename == copied().__code__.co_filename == "/a/model.py"

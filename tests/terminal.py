@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -9,9 +10,8 @@ import select
 import signal
 import time
 
-from slurm_nodes import DEADLINE
-
 PROMPT = "ready> "
+DEADLINE = 120.0
 
 
 class Terminal:
@@ -27,6 +27,10 @@ class Terminal:
 
     def type(self, line: str) -> None:
         os.write(self._fd, line.encode() + b"\n")
+
+    def keys(self, text: str) -> None:
+        """Type without ending the line."""
+        os.write(self._fd, text.encode())
 
     def interrupt(self) -> None:
         """Press Ctrl-C."""
@@ -54,3 +58,9 @@ class Terminal:
             if time.monotonic() > deadline:
                 os.kill(self.pid, signal.SIGKILL)
             time.sleep(0.02)
+
+    def close_quietly(self) -> None:
+        """Close the terminal if it is open, and end what runs there."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self.close()

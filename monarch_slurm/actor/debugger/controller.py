@@ -1,0 +1,60 @@
+"""The debugger for programs: which ranks are stopped, asked of one actor."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+from monarch_slurm.actor.actor import Actor
+from monarch_slurm.actor.client import client
+from monarch_slurm.actor.controllers import get_or_spawn_controller
+from monarch_slurm.actor.endpoint import concurrent_endpoint, endpoint
+
+
+@dataclass(frozen=True)
+class DebugSessionInfo:
+    """A rank that is stopped, and where."""
+
+    actor_name: str
+    rank: int
+    coords: dict[str, int] = field(hash=False)
+    hostname: str
+    function: str
+    lineno: int
+
+
+class DebugController(Actor):
+    """Knows the stopped ranks of the program. It runs in the program's own process."""
+
+    _is_system_actor = True
+
+    @endpoint
+    async def list(self, print_output: bool = True) -> list[DebugSessionInfo]:
+        """Return the stopped ranks, and print them."""
+        sessions = [
+            DebugSessionInfo(rank.actor, rank.rank, rank.coords, rank.host, rank.function, rank.line)
+            for rank in client().desk.stopped()
+        ]
+        if print_output:
+            for session in sessions:
+                print(f"{session.actor_name} {session.rank} {session.hostname} {session.function}:{session.lineno}")
+        return sessions
+
+    @concurrent_endpoint
+    async def wait_pending_session(self) -> None:
+        """Return once a rank is stopped."""
+        desk = client().desk
+
+        def wait() -> None:
+            with desk.changed:
+                desk.changed.wait_for(desk.stopped)
+
+        await asyncio.to_thread(wait)
+
+
+@functools.cache
+def debug_controller() -> Any:
+    """Return the actor that knows the stopped ranks of this program."""
+    return get_or_spawn_controller("debug_controller", DebugController).get()
