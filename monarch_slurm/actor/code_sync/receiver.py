@@ -27,10 +27,18 @@ from monarch_slurm.actor.code_sync.tree import (
     leads_out,
     split_path,
 )
-from monarch_slurm.actor.context import context
 from monarch_slurm.actor.endpoint import endpoint
 
 WORKSPACE_VARIABLE = "WORKSPACE_DIR"
+
+_agent_folder = Path()
+
+
+def set_agent_folder(folder: Path) -> None:
+    """Say which folder is the agent's, and gone when the agent is."""
+    global _agent_folder
+    _agent_folder = folder
+
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -40,9 +48,7 @@ class Receiver(Actor):
 
     def __init__(self) -> None:
         configured = os.environ.get(WORKSPACE_VARIABLE)
-        self._root = (
-            Path(configured) if configured else Path(context().actor_instance.runtime.agent_folder, "workspace")
-        )
+        self._root = Path(configured) if configured else _agent_folder / "workspace"
         self._target = _Target(self._root, ".")
 
     @endpoint
