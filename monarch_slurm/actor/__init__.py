@@ -39,6 +39,7 @@ from monarch_slurm.actor.returns_future import returns_future
 from monarch_slurm.actor.shape import Extent, NDSlice, Point, Shape, Slice
 from monarch_slurm.actor.telemetry import get_meter, span, traced
 from monarch_slurm.actor.transports import enable_transport
+from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.actor.value_mesh import ValueMesh
 from monarch_slurm.actor.workers import (
     attach_to_workers,
@@ -82,6 +83,7 @@ __all__ = [
     "SupervisionError",
     "SyncResult",
     "Uid",
+    "UndeliverableMessageEnvelope",
     "ValueMesh",
     "Workspace",
     "WorkspaceError",

@@ -9,6 +9,7 @@ from typing import Any
 from monarch_slurm.actor.errors import MeshFailure
 from monarch_slurm.actor.mesh_trait import MeshTrait
 from monarch_slurm.actor.shape import Shape
+from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 
 
 class Actor(MeshTrait):
@@ -32,6 +33,14 @@ class Actor(MeshTrait):
     def __cleanup__(self, exc: Exception | None) -> Any:
         """Tidy up before the actor ends."""
 
+    def _handle_undeliverable_message(self, message: UndeliverableMessageEnvelope) -> Any:
+        """Decide what becomes of a message of this actor, sent with ``broadcast`` or `send`, that has come to nobody.
+
+        A true result drops it; anything else makes this actor fail. An actor without this method hears nothing.
+        """
+        return False
+
+    _handle_undeliverable_message._monarch_doc_stub = True  # type: ignore[attr-defined]
     __supervise__._monarch_doc_stub = True  # type: ignore[attr-defined]
     __cleanup__._monarch_doc_stub = True  # type: ignore[attr-defined]
 

@@ -16,6 +16,7 @@ from monarch_slurm.actor.context import Context, set_context
 from monarch_slurm.actor.debugger.hook import call_ended
 from monarch_slurm.actor.errors import MeshFailure
 from monarch_slurm.actor.messages import Call
+from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.config import settings
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,17 @@ class AsyncCell(Cell):
             raise self._handling_failed(error, failure) from error
         if not handled and not failure.restarted:
             raise self._unhandled(failure)
+
+    async def _undelivered(self, message: UndeliverableMessageEnvelope) -> None:
+        try:
+            with _hidden_loop():
+                handled = self.object._handle_undeliverable_message(message)
+            if isinstance(handled, Awaitable):
+                handled = await handled
+        except BaseException as error:
+            raise self._failure(error, f"{message}: ") from error
+        if not handled:
+            raise self._not_delivered(message)
 
     def _add_control(self, control: Callable[[], Any]) -> None:
         async def run() -> None:

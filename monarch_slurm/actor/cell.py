@@ -25,6 +25,7 @@ from monarch_slurm.actor.messages import EXPLICIT_PORT, PLAIN_METHOD, Call
 from monarch_slurm.actor.port import Port
 from monarch_slurm.actor.replies import EXCEPTION, VALUE
 from monarch_slurm.actor.telemetry import recording, traced
+from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.config import settings
 from monarch_slurm.wire import Address, dumps, loads
 from monarch_slurm.wire.pickle_fault import explain
@@ -88,6 +89,7 @@ class Cell:
         self._lock = threading.Lock()
         self._callers: set[Address] = set()
         self._down_reason = ""
+        self.hears_undeliverable = False
         self.failed = False
         self._doing = ""
         self._control: deque[Callable[[], Any]] = deque()
@@ -108,6 +110,8 @@ class Cell:
             if call.port is not None:
                 self._callers.add(Address(*call.port[:2]))
         self._enqueue(call)
+        if call.receipt is not None:
+            self.runtime.post(call.receipt, self._answer_rank(call), VALUE, [])
         return ""
 
     def describe(self) -> dict[str, Any]:
@@ -124,6 +128,10 @@ class Cell:
     def supervise(self, failure: MeshFailure) -> None:
         """Queue the failure of a mesh that this actor owns."""
         self._add_control(lambda: self._supervise(failure))
+
+    def undeliverable(self, message: UndeliverableMessageEnvelope) -> None:
+        """Queue the news that a message of this actor has not come to its receiver."""
+        self._add_control(lambda: self._undelivered(message))
 
     def stop(self, reason: str, timeout: float, asker: Address | None = None) -> str:
         """Stop after the queued messages; return an empty text, or why the actor has ended already.
@@ -164,6 +172,9 @@ class Cell:
     def _supervise(self, failure: MeshFailure) -> Any:
         raise NotImplementedError
 
+    def _undelivered(self, message: UndeliverableMessageEnvelope) -> Any:
+        raise NotImplementedError
+
     def _add_control(self, control: Callable[[], Any]) -> None:
         self._control.append(control)
         self._enqueue(None)
@@ -190,6 +201,8 @@ class Cell:
             call_ended(error)
             raise self._failure(error, "actor explicitly aborted due to: ") from error
         call_ended()
+        hook = getattr(self.object, "_handle_undeliverable_message", None)
+        self.hears_undeliverable = hook is not None and not getattr(hook, "_monarch_doc_stub", False)
         if self._ready is not None:
             self.runtime.post(self._ready, self.instance.rank.rank, VALUE, dumps(True))
 
@@ -259,6 +272,9 @@ class Cell:
     def _unhandled(self, failure: MeshFailure) -> EndActor:
         event = f"The actor {self.instance.display} and all its descendants have failed: {failure.event}"
         return EndActor(event, failure.traceback)
+
+    def _not_delivered(self, message: UndeliverableMessageEnvelope) -> EndActor:
+        return EndActor(f"The actor {self.instance.display} and all its descendants have failed: {message}")
 
     def _handling_failed(self, error: BaseException, failure: MeshFailure) -> EndActor:
         text = format_exception(error)

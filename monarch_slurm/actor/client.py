@@ -31,6 +31,7 @@ from monarch_slurm.actor.log_printer import LogPrinter
 from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.actor.shape import Extent, Point, Shape
 from monarch_slurm.actor.stand_ins import Pool, StandIns
+from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.config import get_global_config, settings, warn_of_unknown_variables
 from monarch_slurm.host import HostDown, HostInfo, Hub, ProcDown
 from monarch_slurm.host.stacks import register_stacks
@@ -108,6 +109,11 @@ class Client:
         self._loop.start("monarch-io")
 
     # ---- Body of the root instance
+
+    hears_undeliverable = False
+
+    def undeliverable(self, message: UndeliverableMessageEnvelope) -> None:
+        """The program does not ask for these."""
 
     def supervise(self, failure: MeshFailure) -> None:
         """A failure that nobody below has handled: the program's hook decides, on a thread of its own."""

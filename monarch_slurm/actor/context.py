@@ -11,6 +11,7 @@ from monarch_slurm.actor.errors import MeshFailure
 from monarch_slurm.actor.ids import ROOT, ActorAddr, actor_uid, proc_id
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.shape import Extent, Point, Shape, Slice
+from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.wire import Address
 
 if TYPE_CHECKING:
@@ -23,6 +24,12 @@ _NOWHERE = Point(0, Extent((), ()))
 
 class Body(Protocol):
     """What runs an instance: a cell, or the client for the root."""
+
+    hears_undeliverable: bool
+    """Whether it wants to know of messages that have not come to their receiver."""
+
+    def undeliverable(self, message: UndeliverableMessageEnvelope) -> None:
+        """Tell it of such a message. For any thread."""
 
     def supervise(self, failure: MeshFailure) -> None:
         """Tell the owner that a mesh of its has failed. For any thread."""

@@ -14,12 +14,14 @@ from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.messages import EXPLICIT_PORT, PLAIN_METHOD, PortAddress
 from monarch_slurm.actor.replies import VALUE, lost_error
 from monarch_slurm.actor.shape import Slice
+from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.actor.value_mesh import ValueMesh
 from monarch_slurm.wire import dumps, loads
 from monarch_slurm.wire.pickle_fault import explain
 
 if TYPE_CHECKING:
     from monarch_slurm.actor.actor_mesh import ActorMesh
+    from monarch_slurm.actor.context import Instance
     from monarch_slurm.actor.port import Port
     from monarch_slurm.actor.runtime import Runtime
 
@@ -269,7 +271,21 @@ class Endpoint(Generic[R]):
 
     def _send(self, args: Any, kwargs: Any, port: PortAddress | None, only: list[int] | None = None) -> None:
         body = self._encode(args, kwargs)
-        self._cast(context().actor_instance.runtime, only, body, port)
+        sender = context().actor_instance
+        receipt = self._ask_for_receipt(sender, only) if sender.body.hears_undeliverable else None
+        self._cast(sender.runtime, only, body, port, receipt)
+
+    def _ask_for_receipt(self, sender: Instance, only: list[int] | None) -> PortAddress:
+        """Have ``sender`` told if the message does not come to one of its receivers."""
+        ref, ndslice = self._mesh._ref, self._mesh._shape.ndslice
+        bases = list(ndslice) if only is None else only
+
+        def lost(rank: int, reason: str) -> None:
+            dest = f"{ref.describe(ndslice.get(rank))}.{self._name}()"
+            sender.body.undeliverable(UndeliverableMessageEnvelope(sender.display, dest, reason))
+
+        ranks = [(ndslice.index(base), base) for base in bases]
+        return sender.runtime.expect_from(ref, ref.layout, ranks, lambda *_: None, lost)
 
     def _encode(self, args: Any, kwargs: Any) -> list[Any]:
         hidden = 2 if self._explicit else 1  # self, and the port where the endpoint asks for one
@@ -283,7 +299,14 @@ class Endpoint(Generic[R]):
             explain(error, dict(list(named.items())[hidden:]), f"an argument of {self}")
             raise
 
-    def _cast(self, runtime: Runtime, only: list[int] | None, body: list[Any], port: PortAddress | None) -> None:
+    def _cast(
+        self,
+        runtime: Runtime,
+        only: list[int] | None,
+        body: list[Any],
+        port: PortAddress | None,
+        receipt: PortAddress | None = None,
+    ) -> None:
         ref, ndslice = self._mesh._ref, self._mesh._shape.ndslice
         fields = {
             "op": "call",
@@ -293,6 +316,8 @@ class Endpoint(Generic[R]):
             "view": [self._mesh._shape.labels, ndslice.offset, ndslice.sizes, ndslice.strides],
             "plain": self._plain,
         }
+        if receipt is not None:
+            fields["receipt"] = receipt
         runtime.cast(ref.layout, only if only is not None else ndslice, fields, body)
 
 

@@ -21,17 +21,26 @@ PLAIN_METHOD, EXPLICIT_PORT = 1, 2
 class Call:
     """One message to an actor: which method, for which slice, and where the answer goes."""
 
-    __slots__ = ("body", "method", "plain", "port", "src", "view")
+    __slots__ = ("body", "method", "plain", "port", "receipt", "src", "view")
 
     def __init__(self, message: Message) -> None:
         fields = message.fields
         self.method: str = fields["method"]
         port = fields["port"]
         self.port: PortAddress | None = tuple(port) if port else None
+        receipt = fields.get("receipt")
+        self.receipt: PortAddress | None = tuple(receipt) if receipt else None
+        """Hears that the message has come, where there is no answer that would tell."""
         self.view: tuple[list[str], int, list[int], list[int]] = fields["view"]
         self.plain: int = fields["plain"]
         self.src = message.src
         self.body = message.body
+
+    @property
+    def asker(self) -> Address | None:
+        """The process that is told if nobody takes this."""
+        waiting = self.port or self.receipt
+        return Address(*waiting[:2]) if waiting is not None else None
 
     def place(self, base_rank: int) -> Point:
         """Return the place of the actor in the slice that this was sent to."""

@@ -31,6 +31,8 @@ class Port(Generic[R]):
     _rank: int
     _once: bool
     _used: bool
+    return_undeliverable: bool = True
+    """Kept for compatibility. What is sent to a port whose process has ended is dropped."""
 
     @classmethod
     def _to(cls, runtime: Runtime, port: PortAddress | None, rank: int, once: bool = False) -> Port[Any]:

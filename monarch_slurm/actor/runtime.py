@@ -216,7 +216,7 @@ class Runtime:
         asker: Address | None = message.src
         if operation == "call":
             call = Call(message)
-            asker = Address(*call.port[:2]) if call.port is not None else None
+            asker = call.asker
             refused = cell_here.put(call) if cell_here is not None else ""
         else:
             refused = cell_here.stop(fields["reason"], fields["timeout"], asker) if cell_here is not None else ""

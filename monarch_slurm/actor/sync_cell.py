@@ -11,6 +11,7 @@ from monarch_slurm.actor.cell import Cell, EndActor, Stop
 from monarch_slurm.actor.context import Context, set_context
 from monarch_slurm.actor.errors import MeshFailure
 from monarch_slurm.actor.messages import Call
+from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.config import settings
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,14 @@ class SyncCell(Cell):
             raise self._handling_failed(error, failure) from error
         if not handled and not failure.restarted:
             raise self._unhandled(failure)
+
+    def _undelivered(self, message: UndeliverableMessageEnvelope) -> None:
+        try:
+            handled = self.object._handle_undeliverable_message(message)
+        except BaseException as error:
+            raise self._failure(error, f"{message}: ") from error
+        if not handled:
+            raise self._not_delivered(message)
 
     def _handle(self, call: Call) -> None:
         set_context(Context(self.instance, call.place(self.base_rank)))

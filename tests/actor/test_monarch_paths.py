@@ -17,6 +17,7 @@ NAMES = {
     "_rust_bindings.monarch_hyperactor.supervision": "SupervisionError",
     "_rust_bindings.monarch_hyperactor.shape": "Shape Slice Region Extent Point",
     "_rust_bindings.monarch_hyperactor.host_mesh": "BootstrapCommand",
+    "_rust_bindings.monarch_hyperactor.mailbox": "UndeliverableMessageEnvelope",
     "_src.actor.actor_mesh": "ActorMesh Context Instance",
     "_src.actor.shape": "MeshTrait NDSlice",
     "_src.actor.host_mesh": "HostMesh this_host",
