@@ -61,8 +61,8 @@ class SimulatedAgent:
     def die(self) -> None:
         """Vanish as a killed process does."""
         self.mute = True
-        self._branch.close()
         self._up.close()
+        self._branch.close()
 
     def _beat(self) -> None:
         if not self.mute:
@@ -88,9 +88,9 @@ class SimulatedAgent:
             for rank in fields["ranks"]:
                 name = f"{fields['mesh']}.{rank}"
                 down = ProcDown(self.host, self.name, name, fields["mesh"], rank, 1, "Exited(code=0)", 0.0, [], True)
-                self._up.send(Message("proc_down", CONTROLLER, self._address, down.to_fields()))
+                self._branch.send(Message("proc_down", CONTROLLER, self._address, down.to_fields()))
         elif message.kind == "shutdown":
-            self._up.send(Message("bye", CONTROLLER, self._address))
+            self._branch.send(Message("bye", CONTROLLER, self._address))
             self.mute = True
 
     def _cast(self, message: Message) -> None:
@@ -108,7 +108,7 @@ class SimulatedAgent:
     def _answer(self, proc: str, port: Any, rank: int, value: Any) -> None:
         host, process, number = port
         fields = {"port": number, "rank": rank, "status": VALUE}
-        self._up.send(Message("port", Address(host, process), Address(self.host, proc), fields, dumps(value)))
+        self._branch.send(Message("port", Address(host, process), Address(self.host, proc), fields, dumps(value)))
 
 
 def main() -> None:

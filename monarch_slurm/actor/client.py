@@ -199,6 +199,9 @@ class Client:
         self.hub.send(message)
 
     def _take(self, message: Message) -> None:
+        if message.kind == "ports":
+            self.runtime.replies.take_many(message.fields["replies"])
+            return
         if message.kind == "proc_down" and not message.fields["expected"]:
             with self.hosts_changed:
                 self.proc_failures.append(ProcDown(**message.fields))

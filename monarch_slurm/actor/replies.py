@@ -208,6 +208,11 @@ class ReplyTable:
             expected.on_reply(rank, status, frames)
         return channel is not None or expected is not None
 
+    def take_many(self, replies: Iterable[tuple[int, int, str, Sequence[Buffer]]]) -> None:
+        """Hand on answers, each with its port, rank, status and frames."""
+        for number, rank, status, frames in replies:
+            self.take(number, rank, status, frames)
+
     def forget(self, number: int) -> None:
         """Wait no longer for the answers to a reply port."""
         with self._lock:

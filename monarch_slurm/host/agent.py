@@ -202,8 +202,8 @@ class Agent:
     def _close(self) -> None:
         self._procs.close()
         self._logs.flush()
-        self._up.send(Message("bye", CONTROLLER, self._address))
         self._branch.close()
+        self._branch.send(Message("bye", CONTROLLER, self._address))
         self._down.close()
         self._up.close(linger_ms=0 if self._exit_code == LEASE_EXPIRED else _FAREWELL_MS)
         self._context.term()
@@ -228,7 +228,7 @@ class Agent:
 
     def _route(self, message: Message) -> None:
         if message.dst.host != self.host:
-            self._up.send(message)
+            self._branch.send(message)
         elif message.dst.proc != AGENT:
             self._to_proc(message.dst.proc, message)
         elif message.kind in self._handlers:
@@ -325,7 +325,7 @@ class Agent:
     def _tell_end(self, down: ProcDown) -> None:
         """A proc here has ended and does not start again: tell the neighbours, and everybody by the controller."""
         self._tell_procs(Message("proc_down", Address(self.host, ""), self._address, down.to_fields()))
-        self._up.send(Message("proc_down", CONTROLLER, self._address, down.to_fields()))
+        self._branch.send(Message("proc_down", CONTROLLER, self._address, down.to_fields()))
         self._bury(down)
 
     def _bury(self, down: ProcDown) -> None:

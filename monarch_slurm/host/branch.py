@@ -1,4 +1,4 @@
-"""An agent's place in the tree that casts go down: who is above, who is below, what is passed on.
+"""An agent's place in the tree that casts go down and answers go up: who is above, who is below, what is passed on.
 
 An agent listens for other agents only when the controller names one that is to be below it, and dials only the one that
 the controller names. Both prove themselves with the job's keys, as to the controller: the agents' own pair serves as
@@ -14,8 +14,10 @@ from typing import Any
 
 import zmq
 
+from monarch_slurm.config import settings
 from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.host.cast_order import CastOrder
+from monarch_slurm.host.folds import Folder, is_foldable
 from monarch_slurm.host.shares import APART, divide
 from monarch_slurm.wire import (
     AGENT,
@@ -32,9 +34,13 @@ from monarch_slurm.wire import (
 )
 from monarch_slurm.wire.frames import encode
 from monarch_slurm.wire.limits import make_context
+from monarch_slurm.wire.pickling import Buffer
 from monarch_slurm.wire.sockets import bind_tcp, connect_tcp, make_dealer, make_router
 
 logger = logging.getLogger(__name__)
+
+_PATIENCE = 2.5
+"""Heartbeats after which answers that were not acknowledged take another way."""
 
 
 class Branch:
@@ -45,7 +51,7 @@ class Branch:
         host: id of this host; ``ip`` where agents below can reach it.
         invitation: has the agents' keys.
         deliver: called with what is for this host, in the order in which the controller sent it.
-        tell: sends a message to the controller.
+        tell: sends a message over this host's own connection with the controller.
     """
 
     def __init__(
@@ -69,14 +75,31 @@ class Branch:
         self._deliver = deliver
         self._tell_controller = tell
         self._order = CastOrder(deliver)
+        self._folder = Folder(host)
+        self._passing: list[Buffer] = []
+        """Entries of hosts below that leave at the end of the round."""
         self._door: _Door | None = None
         self._parent = ""
         self._above: Link | None = None
+        self._linked = False
 
     def heartbeat(self) -> Message:
         """Return this host's heartbeat, which acknowledges the casts that it has had its share of."""
-        casts = self._order.casts
+        casts = self._order.last
         return Message("heartbeat", CONTROLLER, self._address, {"casts": casts} if casts else {})
+
+    def send(self, message: Message) -> None:
+        """Send a message to another host or to the controller; those for the controller arrive in this order."""
+        if message.dst.host == CONTROLLER.host:
+            if (self._linked or self._door is not None) and is_foldable(message):
+                if self._folder.add(message):
+                    self._loop.call_after(self._flush)
+                return
+            self._flush()
+            barrier = self._folder.direct()
+            if barrier:
+                self._tell("barrier", number=barrier)
+        self._tell_controller(message)
 
     def from_controller(self, message: Message) -> None:
         """Take what came over the controller's own connection."""
@@ -93,12 +116,17 @@ class Branch:
             self._dial(fields["parent"], fields["endpoint"])
         elif kind == "tree_cut":
             self._hang_up()
-        elif kind != "heartbeat":
+            self._send_again()
+        elif kind == "heartbeat":
+            self._acknowledged(fields.get("folds", 0))
+        else:
             self._deliver(message)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; what the controller may lack goes over this host's own."""
         self._hang_up()
+        self._flush()
+        self._pass_up([self._folder.kept()])
         if self._door is not None:
             self._door.close()
 
@@ -123,12 +151,49 @@ class Branch:
     def _open_door(self, child: str, slot: int) -> None:
         if self._door is None:
             try:
-                self._door = _Door(self._loop, self._address, self._ip, self._keys)
+                self._door = _Door(self._loop, self._address, self._ip, self._keys, self._from_below)
             except MonarchSlurmError as error:
                 logger.warning("cannot listen for other agents, which the controller serves instead: %s", error)
                 return
         self._door.expect(child, slot)
         self._tell("tree_door", child=child, endpoint=self._door.endpoint)
+
+    # ---- what goes up
+
+    def _flush(self) -> None:
+        """Let what was collected in this round go up."""
+        passing, self._passing = self._passing, []
+        self._pass_up([self._folder.take(self._loop.clock()), *passing])
+
+    def _pass_up(self, parts: list[Buffer]) -> None:
+        data = b"".join(parts)
+        if not data:
+            return
+        if self._above is not None and self._linked:
+            self._above.send(Message("fold", Address(self._parent, AGENT), self._address, {}, [data]))
+        else:
+            self._tell_controller(Message("fold", CONTROLLER, self._address, {}, [data]))
+
+    def _from_below(self, message: Message) -> None:
+        if not self._passing:
+            self._loop.call_after(self._flush)
+        self._passing += message.body
+
+    def _acknowledged(self, folds: int) -> None:
+        self._folder.acknowledged(folds)
+        since = self._folder.kept_since()
+        if since is not None and self._loop.clock() - since > _PATIENCE * settings().heartbeat_interval:
+            if self._linked and self._above is not None:
+                self._broken(self._above)
+            else:
+                self._send_again()
+
+    def _send_again(self) -> None:
+        """Send what may be lost on the way, and have those below do so."""
+        self._flush()
+        self._pass_up([self._folder.kept()])
+        if self._door is not None:
+            self._door.send_all(Message("again", Address("", AGENT), self._address))
 
     # ---- who is above
 
@@ -150,18 +215,22 @@ class Branch:
         if link is not self._above:
             return
         if message.kind == "above":
+            self._linked = True
             self._tell("tree_linked", parent=self._parent)
         elif message.kind == "share":
             self._share(message)
+        elif message.kind == "again":
+            self._send_again()
 
     def _broken(self, link: Link) -> None:
         if link is self._above:
             self._hang_up()
             self._tell("tree_lost")
+            self._send_again()
 
     def _hang_up(self) -> None:
         if self._above is not None:
-            above, self._above = self._above, None
+            above, self._above, self._linked = self._above, None, False
             above.close()
 
     def _tell(self, kind: str, **fields: Any) -> None:
@@ -171,8 +240,11 @@ class Branch:
 class _Door:
     """Where agents below connect."""
 
-    def __init__(self, loop: Loop, address: Address, ip: str, keys: JobKeys) -> None:
+    def __init__(
+        self, loop: Loop, address: Address, ip: str, keys: JobKeys, on_fold: Callable[[Message], None]
+    ) -> None:
         self._address = address
+        self._on_fold = on_fold
         self._context = make_context()  # one of its own: a context has one gatekeeper
         router = make_router(self._context)
         try:
@@ -202,6 +274,11 @@ class _Door:
             return False
         return True
 
+    def send_all(self, message: Message) -> None:
+        """Send to all children that are there."""
+        for slot in list(self._reached):
+            self.send(slot, message)
+
     def close(self) -> None:
         self._gatekeeper.close()
         self._link.close()
@@ -213,6 +290,8 @@ class _Door:
         elif message.kind == "below":
             self._reached[self._slots[peer]] = peer
             self._link.send(Message("above", message.src, self._address), peer)
+        elif message.kind == "fold":
+            self._on_fold(message)
 
     def _fault(self, peer: str, error: WireError) -> None:
         logger.error("%s on the link from the agent below, %s", error, peer)

@@ -7,7 +7,8 @@ of agents. Each way may be late, and a share may come twice, or over another way
   had sent before it to this host;
 - before a direct message that follows a cast, a *barrier* in the direct stream tells the number of that cast.
 
-Whatever the ways do, each share is handed on once, and everything in the order sent.
+Whatever the ways do, each share is handed on once, and everything in the order sent. The controller orders what comes
+from a host in the same way: there the shares are entries of folded answers (`folds`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Share:
 
 
 class CastOrder:
-    """The order of one host. No I/O.
+    """The order of what comes to one host, or from one. No I/O.
 
     Args:
         deliver: called with each message when it is its turn.
@@ -35,8 +36,8 @@ class CastOrder:
 
     def __init__(self, deliver: Callable[[Message], None]) -> None:
         self._deliver = deliver
-        self.casts = 0
-        """Number of the last cast of which the share has been delivered, and with it all before."""
+        self.last = 0
+        """Number of the last share that has been delivered, and with it all before."""
         self.directs = 0
         """Direct messages that have been delivered."""
         self._shares: dict[int, _Share] = {}
@@ -56,12 +57,12 @@ class CastOrder:
 
     def barrier(self, number: int) -> None:
         """What comes directly from here on was sent after the cast ``number``."""
-        if number > self.casts:
+        if number > self.last:
             self._held.append(number)
 
     def share(self, number: int, after: int, directs: int, message: Message) -> None:
         """The share of the cast ``number`` has come; ``after`` is the one before, ``directs`` what went before it."""
-        if number > self.casts:
+        if number > self.last:
             self._shares[after] = _Share(number, directs, message)
             self._go_on()
 
@@ -69,16 +70,16 @@ class CastOrder:
         going = True
         while going:
             going = False
-            share = self._shares.get(self.casts)
+            share = self._shares.get(self.last)
             if share is not None and share.directs <= self.directs:
-                del self._shares[self.casts]
-                self.casts = share.number
+                del self._shares[self.last]
+                self.last = share.number
                 self._deliver(share.message)
                 going = True
             while self._held:
                 first = self._held[0]
                 if isinstance(first, int):
-                    if first > self.casts:
+                    if first > self.last:
                         break
                     self._held.popleft()
                 else:

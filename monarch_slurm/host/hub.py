@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 import zmq
 
 from monarch_slurm.config import settings
+from monarch_slurm.host.cast_order import CastOrder
 from monarch_slurm.host.caster import Caster
 from monarch_slurm.host.exits import HostDown
+from monarch_slurm.host.folds import entries
 from monarch_slurm.host.identity import pid_space
 from monarch_slurm.host.places import Places
 from monarch_slurm.wire import (
@@ -95,6 +97,7 @@ class Hub:
         self._link = AgentLinks(
             loop, router, self._from_agent, self._agent_fault, self._agent_closed, lambda peer, message: False
         )
+        self._orders: dict[str, CastOrder] = {}
         self._caster = Caster(current.max_cast_fanout, self._link.send)
         loop.call_soon(self._beat)
 
@@ -253,15 +256,33 @@ class Hub:
         elif message.kind.startswith("tree_"):
             with self._lock:
                 self._caster.take(message)
+        elif message.kind == "fold":
+            self._unfold(message)
         elif message.kind == "hello":
             self._joined(peer, message)
-        elif message.kind == "bye":
-            self._left(peer)
-        elif message.dst.host != CONTROLLER.host or message.kind in ("publish", "casts"):
+        elif message.dst.host != CONTROLLER.host:
+            self.send(message)
+        elif peer in self._orders:
+            if message.kind == "barrier":
+                self._orders[peer].barrier(message.fields["number"])
+            else:
+                self._orders[peer].direct(message)
+
+    def _unfold(self, message: Message) -> None:
+        for host, number, directs, replies in entries(message.body):
+            if host in self._orders:
+                ports = Message("ports", CONTROLLER, Address(host, AGENT), {"replies": replies})
+                self._orders[host].share(number, number - 1, directs, ports)
+
+    def _in_order(self, message: Message) -> None:
+        """Take a message for the controller when it is its turn among those of its host."""
+        if message.kind == "bye":
+            self._left(message.src.host)
+        elif message.kind in ("publish", "casts"):
             self.send(message)
         else:
             if message.kind == "proc_down":
-                self._tell_agents(message, but=peer)
+                self._tell_agents(message, but=message.src.host)
             self._on_message(message)
 
     def _agent_fault(self, peer: str, error: WireError) -> None:
@@ -280,6 +301,7 @@ class Hub:
             welcomed = {"settings": _agent_settings(), "places": self.places.table()}
             welcome = Message("welcome", Address(peer, AGENT), CONTROLLER, welcomed)
             self.hosts[peer] = info
+            self._orders[peer] = CastOrder(self._in_order)
             for waiting in [welcome, *self._expected.pop(peer, [])]:
                 self._send_quietly(waiting)
             self._caster.join(peer)
@@ -295,6 +317,7 @@ class Hub:
         with self._lock:
             info = self.hosts.pop(peer, None)
             self._liveness.forget(peer)
+            self._orders.pop(peer, None)
             self._caster.leave(peer)
         return info
 
@@ -309,8 +332,10 @@ class Hub:
             limit = self._interval * settings().missed_heartbeats
             self._host_down(peer, f"nothing was heard from it for {limit:g} s")
         for peer in list(self.hosts):
+            folds = self._orders[peer].last if peer in self._orders else 0
+            acknowledged = {"folds": folds} if folds else {}
             try:
-                self._link.send(Message("heartbeat", Address(peer, AGENT), CONTROLLER), peer)
+                self._link.send(Message("heartbeat", Address(peer, AGENT), CONTROLLER, acknowledged), peer)
             except UnknownPeerError:  # its process has died, and its kernel said so
                 self._host_down(peer, "the connection to its agent is gone")
         self._loop.call_later(self._interval, self._beat)

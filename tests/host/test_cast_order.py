@@ -10,6 +10,7 @@ import pytest
 
 from monarch_slurm.host.cast_order import CastOrder
 from monarch_slurm.host.caster import Caster
+from monarch_slurm.host.folds import Folder, entries
 from monarch_slurm.host.shares import APART, divide
 from monarch_slurm.wire import AGENT, CONTROLLER, Address, Message, UnknownPeerError
 
@@ -119,7 +120,7 @@ class Job:
 
     def heartbeat(self) -> None:
         host = self.random.choice(list(self.hosts))
-        self.caster.heard(host, self.hosts[host].order.casts)
+        self.caster.heard(host, self.hosts[host].order.last)
 
     def break_an_edge(self) -> None:
         if self.edges:
@@ -140,7 +141,7 @@ class Job:
             while self.deliver():
                 pass
             for name, host in self.hosts.items():
-                self.caster.heard(name, host.order.casts)
+                self.caster.heard(name, host.order.last)
             self.caster.beat()
 
 
@@ -167,3 +168,71 @@ def test_everybody_alive_gets_everything_once_and_in_order(fanout: int) -> None:
         assert not job.caster._kept, seed
         shared += sum(job.caster.tree.linked(host) for host in job.hosts)
     assert shared > 50, "casts went down a tree"
+
+
+class Source:
+    """A host that answers, below others."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.folder = Folder(name)
+        self.wanted: list[int] = []
+        self.direct: deque[Message | int] = deque()
+
+
+def ordered(into: list[int]) -> CastOrder:
+    return CastOrder(lambda message: into.extend(message.body))  # type: ignore[arg-type]
+
+
+def test_folded_answers_arrive_once_and_in_order_with_what_is_sent_directly() -> None:
+    for seed in range(60):
+        random_ = random.Random(seed)
+        sources = {name: Source(name) for name in ("a", "b", "c")}
+        got: dict[str, list[int]] = {name: [] for name in sources}
+        orders = {name: ordered(numbers) for name, numbers in got.items()}
+        folded: deque[bytes] = deque()
+
+        def arrive(source: Source, orders: dict[str, CastOrder] = orders) -> None:
+            first = source.direct.popleft()
+            if isinstance(first, int):
+                orders[source.name].barrier(first)
+            else:
+                orders[source.name].direct(first)
+
+        def unfold(data: bytes, orders: dict[str, CastOrder] = orders) -> None:
+            for host, count, directs, replies in entries([data]):
+                values = [int(frames[0]) for _, _, _, frames in replies]
+                orders[host].share(count, count - 1, directs, Message("ports", CONTROLLER, CONTROLLER, {}, values))  # type: ignore[arg-type]
+
+        for number in range(300):
+            source = sources[random_.choice("abc")]
+            what = random_.randrange(10)
+            if what < 4:
+                fields = {"port": 1, "rank": 0, "status": "value"}
+                source.folder.add(Message("port", CONTROLLER, CONTROLLER, fields, [str(number).encode()]))
+                source.wanted.append(number)
+            elif what < 6:
+                folded.append(source.folder.take(0.0))
+            elif what == 6:
+                folded.append(source.folder.take(0.0))
+                barrier = source.folder.direct()
+                source.direct += [barrier] if barrier else []
+                source.direct.append(Message("m", CONTROLLER, CONTROLLER, {}, [number]))  # type: ignore[list-item]
+                source.wanted.append(number)
+            elif what == 7 and folded:
+                del folded[random_.randrange(len(folded))]  # an agent on the way is lost
+            elif what == 8:
+                folded.append(source.folder.kept())
+                source.folder.acknowledged(orders[source.name].last)
+            elif source.direct and random_.random() < 0.7:
+                arrive(source)
+            elif folded:
+                unfold(b"".join(folded.popleft() for _ in range(random_.randint(1, len(folded)))))
+        for source in sources.values():
+            source.folder.take(0.0)
+            unfold(source.folder.kept())
+            while source.direct:
+                arrive(source)
+            assert got[source.name] == source.wanted, (seed, source.name)
+            source.folder.acknowledged(orders[source.name].last)
+            assert source.folder.kept() == b""
