@@ -42,6 +42,7 @@ from monarch_slurm.actor.transports import enable_transport
 from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.actor.value_mesh import ValueMesh
 from monarch_slurm.actor.workers import (
+    attach,
     attach_to_workers,
     run_worker_loop_forever,
     run_worker_loop_until_shutdown,
@@ -88,6 +89,7 @@ __all__ = [
     "Workspace",
     "WorkspaceError",
     "as_endpoint",
+    "attach",
     "attach_to_workers",
     "concurrent_endpoint",
     "config",

@@ -8,15 +8,16 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from monarch_slurm.actor.client import Client, client
+from monarch_slurm.actor.client import Client, client, has_client
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.host_mesh import HostMesh
 from monarch_slurm.actor.local_host import LOOPBACK
 from monarch_slurm.actor.shape import Shape, Slice
 from monarch_slurm.config import get_runtime_config, settings
-from monarch_slurm.host.attaching import AttachError, Candidate, attach
+from monarch_slurm.host.attaching import AttachError, Candidate, attach_all
+from monarch_slurm.host.gateway import Gateway
 from monarch_slurm.host.identity import address_towards, new_host_id
 from monarch_slurm.host.worker import Worker
 from monarch_slurm.host.worker_address import WorkerAddress, WorkerAddressError, resolve, split_tcp
@@ -110,6 +111,47 @@ def attach_to_workers(
     hosts = tuple(one.candidate.host for one in found)
     shape = Shape(["hosts"], Slice.new_row_major([len(hosts)]))
     return HostMesh(hosts, shape, owned=True, ready=_all_ready(found), let_go=lambda: _attachments.drop(hosts))
+
+
+def attach(addr: str, *, private_key: Key | None = None, ca: Key | None = None) -> None:
+    """Reach all workers through the one at ``addr``, for a program outside of their network: it dials that worker
+    only, and is dialled by none. Before the first use of hosts or procs; again with the same address, it does nothing.
+
+    Args:
+        private_key: see `run_worker_loop_forever`, as for ``ca``.
+
+    Raises:
+        RuntimeError: this program has hosts already, or is attached through another worker.
+        AttachError: the worker cannot be had.
+    """
+    global _gateway, _gateway_address
+    with _gateway_lock:
+        if _gateway_address == addr:
+            return
+        if _gateway_address:
+            raise RuntimeError(f"client is already attached through {_gateway_address}")
+        if has_client():
+            raise RuntimeError(
+                "client was initialized without a remote attachment; call attach(addr) before the first "
+                "context()/this_host()/this_proc()"
+            )
+        secret, known = choose_secret(private_key, ca)
+        address = _to_dial(addr)
+        if known:
+            _check_local(address)
+        timeout = settings().mesh_attach_config_timeout
+        _gateway = Gateway(derive_keys(secret), address, _attachments.program, _own_hub, timeout)
+        _gateway_address = addr
+
+
+def _own_hub() -> tuple[str, int]:
+    host, port = split_tcp(client().hub.invitation(LOOPBACK).address)
+    return host, int(port)
+
+
+_gateway: Gateway | None = None
+_gateway_address = ""
+_gateway_lock = threading.Lock()
 
 
 def _worker(private_key: Key | None, ca: Key | None, address: str) -> Worker:
@@ -231,7 +273,7 @@ class _Attaching:
     def run(self) -> None:
         timeout = settings().mesh_attach_config_timeout
         chosen = get_runtime_config()
-        attach(
+        attach_all(
             [one.candidate for one in self._by_host.values() if self._find_address(one, timeout)],
             self._keys,
             self._invite,
@@ -240,6 +282,7 @@ class _Attaching:
             self._fail,
             timeout,
             lambda host: host in self._client.hub.hosts,
+            str if _gateway is None else _gateway.reach,
         )
         self._wait_for_agents()
 
@@ -256,6 +299,10 @@ class _Attaching:
         return True
 
     def _invite(self, address: WorkerAddress) -> Invitation:
+        if _gateway is not None and address.dial.startswith("tcp:"):
+            with self._lock:
+                here = self._client.hub.invitation(LOOPBACK)
+                return replace(here, address=_gateway.relay, near="", controller_host="", controller_pid=0)
         wanted, port = BindSpec.of(settings().default_transport), 0
         if wanted.host:
             ip, port = resolve(wanted.host), int(split_tcp(wanted.address)[1])

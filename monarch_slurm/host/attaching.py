@@ -36,11 +36,11 @@ class AttachError(MonarchSlurmError, RuntimeError):
     """A worker cannot be attached to; the text says which one and why."""
 
 
-class _TryAgainError(Exception):
+class TryAgainError(Exception):
     """It did not work now and may in a moment."""
 
 
-class _HandshakeError(_TryAgainError):
+class _HandshakeError(TryAgainError):
     """What is there did not take this program's key."""
 
 
@@ -61,7 +61,7 @@ class Candidate:
     handshakes_failed: int = 0
 
 
-def attach(
+def attach_all(
     candidates: Sequence[Candidate],
     keys: JobKeys,
     invite: Callable[[WorkerAddress], Invitation],
@@ -70,6 +70,7 @@ def attach(
     on_failed: Callable[[Candidate, str], None],
     timeout: float,
     is_ours: Callable[[str], bool],
+    reach: Callable[[str], str] = str,
 ) -> list[Candidate]:
     """Ask workers to be hosts of this program; return those that have accepted: their agents join in a moment.
 
@@ -81,6 +82,7 @@ def attach(
         on_failed: called with each worker that cannot be had, and why.
         timeout: seconds that workers may take to come, and to end what they did for another program.
         is_ours: whether a host of that id is there, and is this program's.
+        reach: returns what is to be dialled for a worker's URL.
     """
     end = time.monotonic() + timeout
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -99,8 +101,9 @@ def attach(
                 "settings": with_settings,
                 "invitation": asdict(invite(candidate.address)),
             }
-            _ask(context, keys, candidate.address.dial, request, is_ours)
-        except (_TryAgainError, OSError) as error:
+            socket, _ = ask_worker(context, keys, reach(candidate.address.dial), request, is_ours)
+            socket.close(linger=0)
+        except (TryAgainError, OSError) as error:
             candidate.why = error.strerror or repr(error) if isinstance(error, OSError) else str(error)
             candidate.handshakes_failed += isinstance(error, _HandshakeError)
             if candidate.handshakes_failed < _UNREADABLE_ANSWERS and time.monotonic() < end:
@@ -122,33 +125,41 @@ def attach(
     return accepted
 
 
-def _ask(
+def ask_worker(
     context: zmq.Context[zmq.Socket[bytes]],
     keys: JobKeys,
     url: str,
     request: dict[str, Any],
     is_ours: Callable[[str], bool],
-) -> None:
+) -> tuple[zmq.Socket[bytes], dict[str, Any]]:
+    """Return the connection with the worker at ``url``, and how it has accepted ``request``.
+
+    Raises:
+        TryAgainError: it did not now.
+        AttachError: it never will.
+    """
     end = time.monotonic() + _ATTEMPT_SECONDS
     socket = make_dealer(context, f"{request['program']}-{os.urandom(4).hex()}")
     monitor = socket.get_monitor_socket()
+    accepted = False
     try:
         connect_tcp(socket, Invitation(url, keys.server_public, keys.agent_public, keys.agent_secret))
         socket.send(pack(request))
         _wait_for_answer(socket, monitor, url, end)
         try:
             answer = unpack(socket.recv())
-            if answer["accepted"]:
-                return
-            if not answer["later"] or is_ours(answer.get("host", "")):
-                raise AttachError(answer["why"])
-            raise _TryAgainError(answer["why"])
+            accepted = bool(answer["accepted"])
+            if not accepted:
+                kind = AttachError if not answer["later"] or is_ours(answer.get("host", "")) else TryAgainError
+                raise kind(answer["why"])
+            return socket, answer
         except (*UnpackError, KeyError) as error:
             raise AttachError(f"what answers there is no worker of this version: {error!r}") from None
     finally:
         socket.disable_monitor()
         monitor.close(linger=0)
-        socket.close(linger=0)
+        if not accepted:
+            socket.close(linger=0)
 
 
 def _wait_for_answer(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], url: str, end: float) -> None:
@@ -167,10 +178,10 @@ def _wait_for_answer(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes], url:
             if event == zmq.EVENT_CONNECTED:
                 connected = True
             elif event == zmq.EVENT_DISCONNECTED:
-                raise _TryAgainError("it hung up")
+                raise TryAgainError("it hung up")
             elif event == zmq.EVENT_CLOSED:
-                raise _TryAgainError(_why_unreachable(url))
-    raise _TryAgainError("it does not answer" if connected else _why_unreachable(url))
+                raise TryAgainError(_why_unreachable(url))
+    raise TryAgainError("it does not answer" if connected else _why_unreachable(url))
 
 
 def _why_unreachable(url: str) -> str:

@@ -7,6 +7,7 @@ the next program. Requests and answers are plain values; nothing that comes in i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket as sockets
 import subprocess
@@ -16,6 +17,7 @@ import zmq
 
 from monarch_slurm.config import settings
 from monarch_slurm.host.agent import ENDED
+from monarch_slurm.host.gateway import GatewayEnd
 from monarch_slurm.host.start import start_local_agent
 from monarch_slurm.host.worker_address import WorkerAddress, resolve, split_tcp
 from monarch_slurm.wire import BindError, Gatekeeper, Invitation, JobKeys, Loop, pack, unpack
@@ -55,6 +57,7 @@ class Worker:
             self._close()
             raise
         self._agent: subprocess.Popen[bytes] | None = None
+        self._gateway = GatewayEnd(self._loop, self._reply, address)
         self._serves: dict[str, Any] = {}
         """The request of the program that has this worker."""
 
@@ -71,6 +74,7 @@ class Worker:
         try:
             self._loop.run()
         finally:
+            self._gateway.close()
             self._end_agent()
             self._close()
 
@@ -90,17 +94,26 @@ class Worker:
                 return
             try:
                 request = unpack(frames[0])
-                answer = self._answer(request, Invitation(**request["invitation"]))
-                self._router.send_multipart([peer, pack(answer)], zmq.NOBLOCK)
+                if "op" in request:
+                    self._gateway.take(peer, request)
+                else:
+                    self._reply(peer, self._answer(peer, request))
             except (*UnpackError, KeyError, IndexError):
                 logger.warning("worker %s: somebody with its key asked what is no request; dropped", self._name)
-            except zmq.ZMQError:
-                continue  # it has hung up; it asks again if it still wants to know
 
-    def _answer(self, request: dict[str, Any], invitation: Invitation) -> dict[str, Any]:
-        wanted, program, host = request["identity"], request["program"], request["host"]
+    def _reply(self, peer: bytes, answer: dict[str, Any]) -> None:
+        if not self._context.closed:
+            with contextlib.suppress(zmq.ZMQError):  # it has hung up; it asks again if it still wants to know
+                self._router.send_multipart([peer, pack(answer)], zmq.NOBLOCK)
+            self._loop.call_soon(self._read)  # sending may have taken the sign that something came
+
+    def _answer(self, peer: bytes, request: dict[str, Any]) -> dict[str, Any]:
+        wanted, program = request["identity"], request["program"]
         if wanted and wanted != self._identity:
             return _refusal(f"it is {self._identity or 'a worker without an identity'}, not {wanted}")
+        if request.get("gateway"):
+            return self._gateway.open(peer)
+        invitation, host = Invitation(**request["invitation"]), request["host"]
         if self._agent is None:
             self._serves = request
             logger.info("worker %s: attached to by %s", self._name, request["who"])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from job_agents import Worker as PidActor
 from recorded_faults import Faults
@@ -312,3 +313,76 @@ def test_addresses_that_cannot_be_listened_at(key: str) -> None:
     with pytest.raises(ValueError, match="at least one worker"):
         attach_to_workers(private_key=key, workers=[])
     assert not [t for t in threading.enumerate() if t.name == "monarch-worker"]
+
+
+THROUGH = """
+    import os, time
+    from monarch_slurm.actor import attach, attach_to_workers, this_host
+    from job_agents import Worker
+
+    def attempt(address):
+        try:
+            attach(address, private_key={key!r})
+        except RuntimeError as error:
+            print("refused", error, flush=True)
+
+    if __name__ == "__main__":
+        attach({one!r}, private_key={key!r})
+        attach({one!r}, private_key={key!r})
+        attempt({other!r})
+        hosts = attach_to_workers(private_key={key!r}, workers=[{one!r}, {other!r}])
+        actors = hosts.spawn_procs({{"n": 2}}).spawn("actor", Worker)
+        print("pids", *actors.pid.call().get(60).values(), flush=True)
+        first = actors.slice(hosts=0, n=0)
+        print("across", *first.call_other.call_one(actors.slice(hosts=1)).get(60), flush=True)
+        local = this_host().spawn_procs().spawn("local", Worker)
+        print("local", local.pid.call_one().get(60), flush=True)
+        while not os.path.exists({go!r}):
+            time.sleep(0.01)
+        hosts.shutdown().get(60)
+"""
+
+
+def test_a_program_reaches_all_workers_through_one(
+    worker: Callable[..., Worker], key: str, program: Callable[..., Program], tmp_path: Path
+) -> None:
+    one, other = worker(), worker()
+    tests = str(Path(__file__).parents[1])
+    text = THROUGH.format(key=key, one=one.address, other=other.address, go=str(tmp_path / "go"))
+    running = program(text, env={"PYTHONPATH": f"{REPOSITORY}:{tests}"})
+    running.expect(f"refused client is already attached through {one.address}")
+    pids = [int(pid) for pid in running.expect("pids").split()]
+    assert running.expect("across").split() == [str(pid) for pid in pids[2:]]
+    assert int(running.expect("local")) in running.family
+    assert set(pids[2:]) <= set(descendants(other.process.pid))
+    # The program has one connection to the cluster, and nobody there has one to the program.
+    own = {c.laddr.port for c in psutil.Process(running.process.pid).net_connections("tcp") if c.status == "LISTEN"}
+    assert own
+    for pid in {*descendants(one.process.pid), *descendants(other.process.pid)}:
+        for connection in psutil.Process(pid).net_connections("tcp"):
+            assert not connection.raddr or connection.raddr.port not in own
+    (tmp_path / "go").touch()
+    assert running.wait() == 0
+    assert one.wait() == other.wait() == 0
+
+
+def test_a_gateway_that_cannot_be_had(key: str, program: Callable[..., Program]) -> None:
+    running = program(
+        f"""
+        from monarch_slurm.actor import AttachError, attach, context
+        from monarch_slurm.config import configured
+        try:
+            with configured(mesh_attach_config_timeout=0.1):
+                attach("tcp://127.0.0.1:{free_port()}", private_key={key!r})
+        except AttachError as error:
+            print("cannot", error)
+        context()
+        try:
+            attach("tcp://127.0.0.1:1", private_key={key!r})
+        except RuntimeError as error:
+            print("late", error)
+        """
+    )
+    assert running.wait() == 0, running.errors()
+    assert "nothing listens there" in running.output()
+    assert "late client was initialized without a remote attachment; call attach(addr) before" in running.output()

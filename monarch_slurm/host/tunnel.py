@@ -1,0 +1,153 @@
+"""TCP connections through one connection of packets: what a program outside of a cluster's network reaches it by.
+
+Each end listens, accepts TCP connections and has the other end dial for them. What goes through is not looked at: the
+processes at both ends of a connection authenticate each other. A sender waits when `WINDOW_BYTES` are on their way, so
+a slow connection delays no other one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+WINDOW_BYTES = 1 << 20
+_READ_BYTES = 64 * 1024
+_DIAL_SECONDS = 10.0
+
+Target = tuple[str, int]
+"""Host and port."""
+
+
+class _Connection:
+    """One TCP connection at this end."""
+
+    def __init__(self) -> None:
+        self.arrived: asyncio.Queue[bytes] = asyncio.Queue()
+        self.on_the_way = 0
+        self.room = asyncio.Event()
+
+
+class Tunnel:
+    """One end, on a thread of its own.
+
+    Args:
+        send: sends a packet, a map of plain values, to the other end; for any thread, and in order.
+        first: ``0`` at one end, ``1`` at the other: numbers of connections are even at one, odd at the other.
+        default: where connections lead whose opener has not said so; asked on the tunnel's thread.
+    """
+
+    def __init__(
+        self, send: Callable[[dict[str, Any]], None], first: int, default: Callable[[], Target] | None
+    ) -> None:
+        self._send = send
+        self._numbers = itertools.count(first, 2)
+        self._default = default
+        self._connections: dict[int, _Connection] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.heard_at = time.monotonic()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="monarch-tunnel", daemon=True).start()
+
+    def listen(self, ip: str, to: Target | None) -> int:
+        """Listen at an ephemeral port of ``ip``, which is returned; connections lead ``to``, or to the other end's
+        default.
+
+        Raises:
+            OSError: it cannot be listened at.
+        """
+
+        async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            number = next(self._numbers)
+            self._connections[number] = _Connection()
+            self._send({"op": "open", "id": number, "to": to})
+            await self._carry(number, reader, writer)
+
+        async def start() -> int:
+            server = await asyncio.start_server(accepted, ip, 0)
+            port: int = server.sockets[0].getsockname()[1]
+            return port
+
+        return asyncio.run_coroutine_threadsafe(start(), self._loop).result()
+
+    def take(self, packet: dict[str, Any]) -> None:
+        """Take a packet of the other end. For any thread, in order."""
+        self.heard_at = time.monotonic()
+        self._loop.call_soon_threadsafe(self._take, packet)
+
+    def close(self) -> None:
+        """End all connections and listeners."""
+
+        def end() -> None:
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+            self._loop.call_soon(self._loop.stop)
+
+        self._loop.call_soon_threadsafe(end)
+
+    def _take(self, packet: dict[str, Any]) -> None:
+        operation, number = packet["op"], packet.get("id", -1)
+        connection = self._connections.get(number)
+        if operation == "open":
+            self._connections[number] = _Connection()
+            self._start(self._dial(number, packet["to"]))
+        elif connection is None:
+            return  # it was closed at this end
+        elif operation == "data":
+            connection.arrived.put_nowait(packet["data"])
+        elif operation == "ack":
+            connection.on_the_way -= packet["bytes"]
+            connection.room.set()
+        elif operation == "close":
+            connection.arrived.put_nowait(b"")
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _dial(self, number: int, to: Target | None) -> None:
+        try:
+            if to is None and self._default is None:
+                raise OSError("nowhere to go")  # noqa: TRY301 - told as what cannot be dialled
+            host, port = to or (self._default or tuple)()
+            reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _DIAL_SECONDS)
+        except (OSError, asyncio.TimeoutError, ValueError) as error:
+            logger.debug("a connection through the tunnel to %s cannot be made: %s", to, error)
+            self._connections.pop(number, None)
+            self._send({"op": "close", "id": number})
+            return
+        await self._carry(number, reader, writer)
+
+    async def _carry(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = self._connections[number]
+        sending = self._loop.create_task(self._read(number, connection, reader))
+        try:
+            while data := await connection.arrived.get():
+                writer.write(data)
+                await writer.drain()
+                self._send({"op": "ack", "id": number, "bytes": len(data)})
+        except OSError:
+            pass  # it has hung up
+        finally:
+            sending.cancel()
+            del self._connections[number]
+            writer.close()
+            self._send({"op": "close", "id": number})
+
+    async def _read(self, number: int, connection: _Connection, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(_READ_BYTES):
+                connection.on_the_way += len(data)
+                self._send({"op": "data", "id": number, "data": data})
+                while connection.on_the_way >= WINDOW_BYTES:
+                    connection.room.clear()
+                    await connection.room.wait()
+        connection.arrived.put_nowait(b"")
