@@ -96,7 +96,10 @@ def _rate(context: click.Context, parameter: click.Parameter, value: float) -> f
 @click.option("--notice", type=click.IntRange(1), help="Seconds before the time limit at which the state is saved.")
 @click.option("--gpus-per-node", type=click.IntRange(1))
 @click.option("--cpus-per-task", type=click.IntRange(1))
-@click.option("--address", help="Interface, network or IP address that the run's processes use on each node.")
+@click.option(
+    "--address", help="Interface, network or IP address that the run's processes use on each node, or 'fastest'."
+)
+@click.option("--data-address", help="The same for what trainers tell one another [default: as --address].")
 @click.option(
     "--slurm-arg",
     "slurm_args",
@@ -172,6 +175,7 @@ _SLURM_OPTIONS = (
     "gpus_per_node",
     "cpus_per_task",
     "address",
+    "data_address",
     "slurm_args",
     "exclusive",
     "requeue",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from monarch_slurm.collectives.errors import PeerLostError
 from monarch_slurm.collectives.mesh import register
 from monarch_slurm.collectives.peers import Membership, enroll, lose
 from monarch_slurm.collectives.rendezvous import Invitation, invite
+from monarch_slurm.host.identity import ADDRESS_VARIABLE
 from monarch_slurm.wire import Address
 
 T = TypeVar("T")
@@ -32,11 +34,9 @@ class Keeper(Actor):
     @concurrent_endpoint
     async def host(self) -> tuple[str, str, Address]:
         """Return the name and address of this host, and the control plane's address of this process."""
-        name, process = socket.gethostname(), context().actor_instance.runtime.address
-        try:
-            return name, socket.gethostbyname(name), process
-        except OSError:
-            return name, "127.0.0.1", process
+        process = context().actor_instance.runtime.address
+        # Not what the machine's own name stands for: that is often another network, or loopback.
+        return socket.gethostname(), os.environ.get(ADDRESS_VARIABLE, "127.0.0.1"), process
 
     @concurrent_endpoint
     async def invite(self, name: str, backend: str, address: str) -> Invitation:

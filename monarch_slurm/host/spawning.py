@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from monarch_slurm.host.devices import deal_out
 from monarch_slurm.host.identity import ADDRESS_VARIABLE
+from monarch_slurm.host.interfaces import collective_settings
 from monarch_slurm.host.proc import ProcSpec
 from monarch_slurm.wire import Address, Message
 
@@ -38,7 +39,7 @@ def procs_asked_for(message: Message, place: Place) -> list[tuple[ProcSpec, Mess
         first = Message(
             "start", Address(place.host, name), message.src, {"rank": proc["rank"], **fields["start"]}, message.body
         )
-        env = {**visible, **fields["env"], **proc["env"], ADDRESS_VARIABLE: place.ip}
+        env = {**collective_settings(place.ip), **visible, **fields["env"], **proc["env"], ADDRESS_VARIABLE: place.ip}
         cpus = proc["cpus"] or list(near)
         spec = ProcSpec(
             place.host, place.name, name, mesh, proc["rank"], place.socket_path, fields["entry"], env,

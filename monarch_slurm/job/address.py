@@ -6,10 +6,13 @@ import ipaddress
 import re
 import socket
 
-import psutil
-
+from monarch_slurm.host.interfaces import addresses as _addresses
+from monarch_slurm.host.interfaces import fastest_address
 from monarch_slurm.job.errors import AddressError, JobError
 from monarch_slurm.job.status import run_command
+
+FASTEST = "fastest"
+"""Option of `find_address`: the address on the fastest link."""
 
 _ANY_PORT = 9  # nothing is sent to it
 
@@ -20,8 +23,9 @@ def find_address(option: str | None, toward: str) -> str:
     Hostnames are not looked up: on clusters they often stand for another network.
 
     Args:
-        option: name of an interface (``ib0``), a network (``10.1.0.0/16``) or an IP address of this machine; None takes
-            the address that packets to ``toward`` leave from.
+        option: name of an interface (``ib0``), a network (``10.1.0.0/16``), an IP address of this machine, or
+            ``"fastest"`` for that on the link with the highest speed; None takes the address that packets to ``toward``
+            leave from.
         toward: IP address of a machine that must be able to dial this one, or of this machine itself.
 
     Raises:
@@ -30,7 +34,10 @@ def find_address(option: str | None, toward: str) -> str:
     if option is None:
         return _source_address(toward)
     addresses = _addresses()
-    if option in addresses:
+    if option == FASTEST:
+        fastest = fastest_address(addresses)
+        found = [fastest] if fastest is not None else []
+    elif option in addresses:
         found = addresses[option]
     else:
         try:
@@ -54,16 +61,6 @@ def _source_address(toward: str) -> str:
         except OSError as error:
             raise AddressError(f"{socket.gethostname()} has no route to {toward}: {error.strerror}") from None
         return str(probe.getsockname()[0])
-
-
-def _addresses() -> dict[str, list[str]]:
-    """Return the addresses of each interface, IPv4 first; link-local ones are left out, they need a scope."""
-    found: dict[str, list[str]] = {}
-    for interface, entries in psutil.net_if_addrs().items():
-        usable = [entry for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
-        usable.sort(key=lambda entry: entry.family != socket.AF_INET)
-        found[interface] = [entry.address for entry in usable if "%" not in entry.address]
-    return found
 
 
 def _describe(addresses: dict[str, list[str]]) -> str:

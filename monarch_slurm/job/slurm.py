@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from monarch_slurm.host.identity import ADDRESS_VARIABLE
 from monarch_slurm.host.places import OnLost
 from monarch_slurm.job.address import find_address, node_address
 from monarch_slurm.job.allocation import SlurmAllocation
@@ -64,8 +65,10 @@ class SlurmJob(JobTrait):
             it gets the part of each node's CPUs and memory that goes with its GPUs, unless it asks for others.
         mem: memory per node, such as ``"200G"``.
         job_start_timeout: seconds that `state` waits in the queue; None waits without limit.
-        address: what others dial on each machine of the job: interface, network or IP address; None takes the one that
-            reaches the others.
+        address: what others dial on each machine of the job: interface, network or IP address, or ``"fastest"`` for the
+            fastest link that is up; None takes the one that reaches the others.
+        data_address: the same for what procs tell one another: collectives, RDMA over TCP, TorchFT; None takes
+            ``address``.
         gres, constraint, nodelist, exclude, reservation, dependency, comment: as sbatch takes them.
         modules: environment modules to load before program and agents start.
         venv: folder of a virtual environment to activate there; ``python`` then is its Python.
@@ -116,6 +119,7 @@ class SlurmJob(JobTrait):
         bind_to: str | None = None,
         *,
         address: str | None = None,
+        data_address: str | None = None,
         gres: str | None = None,
         constraint: str | None = None,
         nodelist: str | None = None,
@@ -184,6 +188,7 @@ class SlurmJob(JobTrait):
             health_check=health_check,
         )
         self._address = address
+        self._data_address = data_address or address
         self._log_dir = Path(log_dir or DEFAULT_LOG_DIR)
         self._start_timeout = job_start_timeout
         self._job_id: JobId | None = None
@@ -262,7 +267,7 @@ class SlurmJob(JobTrait):
         return BatchPlan(
             program=None if client_script is None else tuple(program_arguments(client_script, inside)),
             python=request.python,
-            address=self._address,
+            address=self._data_address,
             requeue=request.requeue,
             srun_args=request.srun_args,
             preflight=request.preflight,
@@ -361,6 +366,8 @@ class SlurmJob(JobTrait):
         # toward another node, for a machine's own name may stand for its loopback address
         toward = node_address(next((name for name in names if name != here), here))
         publish(self._job_folder.path, address=find_address(self._address, toward))
+        if self._data_address != self._address:
+            os.environ.setdefault(ADDRESS_VARIABLE, find_address(self._data_address, toward))  # of this very process
         request = self._request
         check = bool(request.spares) if request.health_check is None else request.health_check
         meshes, _ = Gathering(self._job_folder, names, self._meshes, request.on_lost, check).meshes()
@@ -380,7 +387,12 @@ class SlurmJob(JobTrait):
         """Return whether ``spec`` asks for the same and this job is active and has not had a controller yet."""
         if not isinstance(spec, SlurmJob) or self._folder is None:
             return False
-        if (spec._meshes, spec._request, spec._address) != (self._meshes, self._request, self._address):
+        if (spec._meshes, spec._request, spec._address, spec._data_address) != (
+            self._meshes,
+            self._request,
+            self._address,
+            self._data_address,
+        ):
             return False
         if self._folder.controller_file.exists() or not self._folder.path.is_dir():
             return False

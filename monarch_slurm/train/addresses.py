@@ -5,9 +5,8 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-import psutil
-
 from monarch_slurm.errors import ConfigError
+from monarch_slurm.host import interfaces as host_interfaces
 
 
 def family_of(address: str) -> socket.AddressFamily:
@@ -52,18 +51,7 @@ def interface_of(address: str) -> str:
         ConfigError: no interface of this host has it.
     """
     family_of(address)
-    wanted = ipaddress.ip_address(address)
-    loopback: str | None = None
-    for name, held in psutil.net_if_addrs().items():
-        for entry in held:
-            if entry.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            found = ipaddress.ip_address(entry.address.split("%")[0])  # a scoped IPv6 address ends in %interface
-            if found == wanted:
-                return str(name)
-            if found.is_loopback:
-                loopback = name
-    # The loopback interface answers for all of 127.0.0.0/8 but lists one address.
-    if wanted.is_loopback and loopback is not None:
-        return loopback
-    raise ConfigError(f"no network interface of this host has the address {address}")
+    name = host_interfaces.interface_of(address)
+    if name is None:
+        raise ConfigError(f"no network interface of this host has the address {address}")
+    return name

@@ -65,8 +65,9 @@ def open_replica(place: Place, timeout: float) -> Replica:
     else:
         store = TCPStore(place.store_address, place.store_port, timeout=wait, wait_for_workers=False)
     # Both libraries choose by interface, not by address. What the user has set, stays.
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(variable, interface_of(place.address))
+    interface = interface_of(place.address)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" it is a prefix
     dist.init_process_group(
         "cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,

@@ -94,6 +94,14 @@ def test_a_node_list_that_cannot_be_read_is_refused() -> None:
         SlurmAllocation.from_env({**STEP, "SLURM_JOB_NODELIST": "n[1-2"})
 
 
+def test_the_fastest_link_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monarch_slurm.job.address.fastest_address", lambda held: "10.1.2.3" if "lo" in held else None)
+    assert find_address("fastest", "127.0.0.1") == "10.1.2.3"
+    monkeypatch.setattr("monarch_slurm.job.address.fastest_address", lambda held: None)
+    with pytest.raises(AddressError, match="no address in 'fastest'; there are lo"):
+        find_address("fastest", "127.0.0.1")
+
+
 @pytest.mark.parametrize("option", ["lo", "127.0.0.0/8", "127.0.0.1", None])
 def test_an_address_is_one_of_this_machine(option: str | None) -> None:
     assert find_address(option, "127.0.0.1") == "127.0.0.1"
