@@ -8,8 +8,8 @@ import socket
 
 from monarch_slurm.host.interfaces import addresses as _addresses
 from monarch_slurm.host.interfaces import fastest_address
-from monarch_slurm.job.errors import AddressError, JobError
-from monarch_slurm.job.status import run_command
+from monarch_slurm.job.errors import AddressError, JobError, NoSlurmError
+from monarch_slurm.job.status import Run, run_command
 
 FASTEST = "fastest"
 """Option of `find_address`: the address on the fastest link."""
@@ -67,14 +67,16 @@ def _describe(addresses: dict[str, list[str]]) -> str:
     return ", ".join(f"{interface} ({' '.join(some) or 'no address'})" for interface, some in addresses.items())
 
 
-def node_address(name: str) -> str:
-    """Return the IP address at which Slurm itself reaches a node.
+def node_address(name: str, run: Run = run_command) -> str:
+    """Return the IP address at which Slurm itself reaches a node; without scontrol, what the node's name stands for.
 
     Raises:
         JobError: Slurm does not know the node, or its address cannot be resolved here.
     """
-    answer = run_command(["scontrol", "show", "node", "-o", name]).stdout
-    match = re.search(r"\bNodeAddr=(\S+)", answer)
+    try:
+        match = re.search(r"\bNodeAddr=(\S+)", run(["scontrol", "show", "node", "-o", name]).stdout)
+    except NoSlurmError:  # compute nodes may lack it; NodeAddr is the name unless a site says otherwise
+        match = re.fullmatch(r"(\S+)", name)
     if match is None:
         raise JobError(f"Slurm does not tell the address of node {name}; give the job an address=")
     try:

@@ -1,11 +1,25 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from monarch_slurm.job import AddressError, AllocationError, NodeListError, SlurmAllocation, find_address
+from monarch_slurm.job import (
+    AddressError,
+    AllocationError,
+    JobError,
+    NodeListError,
+    NoSlurmError,
+    SlurmAllocation,
+    find_address,
+)
+from monarch_slurm.job.address import node_address
 from monarch_slurm.job.allocation import gpus_of_nodes
+from monarch_slurm.job.nodelist import compress
 
 STEP = {
     "SLURM_JOB_ID": "12",
@@ -127,3 +141,47 @@ def test_no_hostname_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_address_that_is_not_here_is_refused_with_what_is(option: str, match: str) -> None:
     with pytest.raises(AddressError, match=match):
         find_address(option, "127.0.0.1")
+
+
+@given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=6, unique=True), min_size=2, max_size=5))
+def test_every_heterogeneous_job_is_its_components_in_order(groups: list[list[int]]) -> None:
+    named = [[f"g{group}-{index:02}" for index in indices] for group, indices in enumerate(groups)]
+    env = {"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": str(len(named)), "SLURMD_NODENAME": named[-1][-1]}
+    for group, names in enumerate(named):
+        env[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"] = compress(names)
+        env[f"SLURM_JOB_NUM_NODES_HET_GROUP_{group}"] = str(len(names))
+    allocation = SlurmAllocation.from_env(env)
+    assert allocation.nodes == tuple(name for names in named for name in names)
+    expected = [group for group, names in enumerate(named) for _ in names]
+    assert [allocation.group_of(index) for index in range(len(allocation.nodes))] == expected
+
+
+def test_a_task_of_an_array_is_a_job_of_its_own() -> None:
+    array = {"SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_COUNT": "5"}
+    assert SlurmAllocation.from_env({**STEP, **array}).job_id == 12
+
+
+@given(st.dictionaries(st.integers(1, 99), st.tuples(st.integers(0, 8), st.sampled_from(["", "mi300x:"])), min_size=1))
+def test_gpus_of_any_shape_are_counted_per_node(counts: dict[int, tuple[int, str]]) -> None:
+    lines = [
+        f"   Nodes=n{node:02} CPU_IDs=0-7 Mem=1024 GRES=" + (f"gpu:{kind}{count}(IDX:0-{count})" if count else "")
+        for node, (count, kind) in counts.items()
+    ]
+    found = gpus_of_nodes("JobId=3 JobName=x\n" + "\n".join(lines) + "\n")
+    assert found == {f"n{node:02}": count for node, (count, _) in counts.items() if count}
+
+
+def test_a_nodes_address_is_known_with_and_without_scontrol() -> None:
+    def tells(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 0, "NodeName=n1 Arch=x NodeAddr=127.0.0.9 NodeHostName=n1", "")
+
+    def is_missing(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        raise NoSlurmError("no scontrol here")
+
+    def does_not_know(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 1, "", "Node n1 not found")
+
+    assert node_address("n1", tells) == "127.0.0.9"
+    assert node_address("127.0.0.8", is_missing) == "127.0.0.8"
+    with pytest.raises(JobError, match="does not tell the address of node n1"):
+        node_address("n1", does_not_know)

@@ -128,3 +128,9 @@ def test_a_bad_count_is_named(text: str, offset: int) -> None:
 
 def test_the_longest_range_is_allowed() -> None:
     assert len(expand(f"n[1-{MAX_HOSTS}]")) == MAX_HOSTS
+
+
+@given(st.lists(st.tuples(st.integers(0, 256), st.integers(1, 40)), min_size=1, max_size=8))
+def test_any_run_length_list_has_a_count_per_node(runs: list[tuple[int, int]]) -> None:
+    text = ",".join(f"{count}(x{nodes})" if nodes > 1 else str(count) for count, nodes in runs)
+    assert tasks_per_node(text) == [count for count, nodes in runs for _ in range(nodes)]

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from slurm_nodes import ROOT, Cluster, wait_until
 
+from monarch_slurm.job.folder import FOLDER_VARIABLE
+
 NO_SLURM = "MONARCH_SLURM_TEST_NO_SLURM"
 COMMANDS = ("slurmctld", "slurmd", "slurmdbd", "mariadbd", "munged", "sbatch", "ip", "nsenter")
 
@@ -65,9 +67,24 @@ def cluster(_cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         _cluster.heal(*_cluster.nodes)
         raise
     wait_until(lambda: not any(map(_cluster.processes, _cluster.nodes)), "nothing of ours to be left on the nodes", 10)
+    wait_until(lambda: not of_jobs_in(tmp_path), "no process of a job of this test to be left on any machine", 10)
     files = sorted(sockets.iterdir()) if _cluster.losses == losses else []  # a lost node cannot clean up
     shutil.rmtree(sockets)
     assert not files
+
+
+def of_jobs_in(folder: Path) -> list[str]:
+    """Return the processes, on any node or on this machine, whose environment names a job's folder in ``folder``."""
+    wanted = f"{FOLDER_VARIABLE}={folder}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if wanted in (entry / "environ").read_bytes():
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+            except OSError:
+                continue  # it ended meanwhile
+    return found
 
 
 @pytest.fixture
