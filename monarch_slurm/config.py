@@ -72,6 +72,8 @@ class _Settings:
     """Seconds that an actor's ``__cleanup__`` may take."""
     preload: str = ""
     """Comma-separated modules that a zygote imports before it forks procs (``torch`` saves each proc seconds)."""
+    port_range: str = ""
+    """Ports to listen on, such as ``40000-40999``; empty: ephemeral ones. Gloo and NCCL choose their own."""
     runtime_dir: str = ""
     """Folder for Unix sockets; empty: one in ``$XDG_RUNTIME_DIR`` or ``/tmp``. Paths may not exceed 107 characters."""
     stderr_tail_lines: int = 20

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from monarch_slurm.collectives.errors import CollectiveError
+from monarch_slurm.wire.ports import listen_tcp
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,18 @@ def invite(backend: str, address: str = "127.0.0.1") -> tuple[Invitation, Any]:
         raise ValueError(f"backend {backend!r}: ccl or gloo expected")
     from torch._C._distributed_c10d import TCPStore
 
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError as error:
-            raise CollectiveError(f"cannot serve at {address}: {error}; give an address of this host") from error
-    store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    try:
+        server = listen_tcp(address, 1024)  # left to itself the store would listen on every interface
+    except OSError as error:
+        raise CollectiveError(f"cannot serve at {address}: {error}; give an address of this host") from error
+    store = TCPStore(
+        address,
+        server.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=server.detach(),
+    )
     return Invitation("gloo", f"{address}:{store.port}".encode()), store
 
 

@@ -22,6 +22,7 @@ from monarch_slurm.rdma import tcp_protocol as protocol
 from monarch_slurm.rdma.errors import BufferGoneError
 from monarch_slurm.rdma.memory import host_bytes, view_of
 from monarch_slurm.rdma.registry import Entry, Registry
+from monarch_slurm.wire.ports import listen_tcp
 
 logger = logging.getLogger(__name__)
 
@@ -268,15 +269,7 @@ def tune(connection: socket.socket) -> None:
 
 
 def _listen(address: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind((address, 0))
-        listener.listen(256)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    return listen_tcp(address, 256)
 
 
 def _try(call: object, *arguments: object) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 from monarch_slurm.actor import Actor, current_rank, endpoint
 from monarch_slurm.host.identity import ADDRESS_VARIABLE
 from monarch_slurm.spmd.network import AddrType, get_ipaddr
+from monarch_slurm.wire.ports import listen_tcp
 
 
 class SPMDActor(Actor):
@@ -37,8 +38,7 @@ class SPMDActor(Actor):
             use_ipaddr: kind of the IP address that the host's name is looked up for; None takes the address that this
                 host has in the job.
         """
-        with socket.socket() as probe:
-            probe.bind(("", 0))
+        with listen_tcp("0.0.0.0", 1) as probe:  # noqa: S104 - it is closed at once
             port = int(probe.getsockname()[1])
         if use_ipaddr is None:
             return os.environ.get(ADDRESS_VARIABLE) or socket.gethostname(), port

@@ -7,6 +7,7 @@ import socket
 
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.host import interfaces as host_interfaces
+from monarch_slurm.wire.ports import listen_tcp
 
 
 def family_of(address: str) -> socket.AddressFamily:
@@ -33,6 +34,12 @@ def listen(address: str, port: int = 0) -> socket.socket:
     Raises:
         ConfigError: ``address`` is not one of this host's, or the port is taken.
     """
+    if port == 0:
+        family_of(address)
+        try:
+            return listen_tcp(address, 1024)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {in_url(address)}: {error.strerror}") from error
     server = socket.socket(family_of(address), socket.SOCK_STREAM)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -42,6 +42,7 @@ from monarch_slurm.train.config import Place, TrainConfig
 from monarch_slurm.train.group import ReplicaGroup
 from monarch_slurm.train.replica import Replica
 from monarch_slurm.train.transfer import StateTransport, Transfer
+from monarch_slurm.wire.ports import ports_to_try
 
 Emit = Callable[..., None]
 """Called as ``emit(kind, t=None, **fields)``, always on the thread that trains."""
@@ -75,14 +76,18 @@ def start_lighthouse(bind_address: str, config: TrainConfig) -> tuple[Lighthouse
     if bind_address in ("0.0.0.0", "::"):  # noqa: S104
         raise ConfigError(f"the Lighthouse needs one address to be reached at, not {bind_address}")
     host = in_url(bind_address)
-    try:
-        server = LighthouseServer(
-            bind=f"{host}:0",
+
+    def start(port: int) -> LighthouseServer:
+        return LighthouseServer(
+            bind=f"{host}:{port}",
             min_replicas=config.min_replicas,
             join_timeout_ms=round(config.join_timeout * 1000),
             quorum_tick_ms=round(_QUORUM_TICK * 1000),
             heartbeat_timeout_ms=round(config.heartbeat_timeout * 1000),
         )
+
+    try:
+        server = _on_a_free_port(start)
     except RuntimeError as error:
         raise ConfigError(f"the Lighthouse cannot listen on {bind_address}: {error}") from error
     return server, f"http://{host}:{server.address().rsplit(':', 1)[1]}"
@@ -327,7 +332,7 @@ def _manager_server_on(address: str) -> Iterator[None]:
     original = torchft.manager.ManagerServer
 
     def bound(*, bind: str, **named: Any) -> Any:
-        return original(bind=f"{in_url(address)}:{bind.rsplit(':', 1)[1]}", **named)
+        return _on_a_free_port(lambda port: original(bind=f"{in_url(address)}:{port}", **named))
 
     with _naming:
         torchft.manager.ManagerServer = bound
@@ -335,6 +340,22 @@ def _manager_server_on(address: str) -> Iterator[None]:
             yield
         finally:
             torchft.manager.ManagerServer = original
+
+
+def _on_a_free_port(start: Callable[[int], Any]) -> Any:
+    """Call ``start`` with a port, and with others as long as it finds the port in use.
+
+    Raises:
+        RuntimeError: what ``start`` raised.
+    """
+    ports = ports_to_try()
+    for port in ports[:-1]:
+        try:
+            return start(port)
+        except RuntimeError as error:
+            if "in use" not in str(error):
+                raise
+    return start(ports[-1])
 
 
 class _OneLinePerFailure(logging.Filter):

@@ -17,6 +17,7 @@ from monarch_slurm.wire.keys import Invitation, JobKeys
 from monarch_slurm.wire.limits import descriptor_limit, open_socket
 from monarch_slurm.wire.loop import Loop
 from monarch_slurm.wire.pickling import PIECE_BYTES
+from monarch_slurm.wire.ports import none_free, ports_to_try
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,15 @@ def bind_tcp(socket: zmq.Socket[bytes], ip: str, keys: JobKeys, port: int = 0) -
         socket.setsockopt(zmq.IPV6, 1)
         ip = f"[{ip}]"
     guard_with_curve(socket, keys)
-    bind(socket, f"tcp://{ip}:{port or '*'}")
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    for choice in [port] if port else ports_to_try():
+        try:
+            socket.bind(f"tcp://{ip}:{choice or '*'}")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or port or not choice:
+                raise BindError(f"cannot listen on tcp://{ip}:{choice or '*'}: {error.strerror}") from None
+        else:
+            return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    raise BindError(none_free(ip))
 
 
 def guard_with_curve(socket: zmq.Socket[bytes], keys: JobKeys) -> None:

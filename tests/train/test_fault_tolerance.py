@@ -69,3 +69,18 @@ def test_one_line_per_failed_sync(caplog: pytest.LogCaptureFixture) -> None:
     assert all(record.exc_info is None for record in caplog.records)
     manager.close()
     server.shutdown()
+
+
+def test_servers_of_torchft_take_free_ports_of_the_range() -> None:
+    from monarch_slurm.config import configured
+    from monarch_slurm.wire.ports import listen_tcp
+
+    with listen_tcp("127.0.0.1", 1) as taken:
+        port = int(taken.getsockname()[1])
+        with configured(port_range=f"{port}-{port + 20}"):
+            servers = [start_lighthouse("127.0.0.1", TrainConfig()) for _ in range(2)]
+    ports = {int(url.rpartition(":")[2]) for _, url in servers}
+    assert len(ports) == 2
+    assert ports <= set(range(port + 1, port + 21))
+    for server, _ in servers:
+        server.shutdown()
