@@ -13,6 +13,7 @@ from monarch_slurm.cli.attach import attach
 from monarch_slurm.cli.cancel import cancel
 from monarch_slurm.cli.debug import debug
 from monarch_slurm.cli.doctor import doctor
+from monarch_slurm.cli.jobs import apply, context, exec_, kill
 from monarch_slurm.cli.logs import logs
 from monarch_slurm.cli.native import build
 from monarch_slurm.cli.shell import shell
@@ -37,7 +38,8 @@ def cli() -> None:
 
 
 for command in (
-    attach, build, cancel, debug, doctor, logs, shell, stacks, status, submit, template, train,
+    apply, attach, build, cancel, context, debug, doctor, exec_, kill, logs, shell, stacks, status, submit, template,
+    train,
 ):  # fmt: skip
     cli.add_command(command)
 

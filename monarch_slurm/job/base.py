@@ -5,6 +5,7 @@ A job is a description of named host meshes. `JobTrait.apply` makes it real, `Jo
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import pickle
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import cloudpickle
 
-from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.host.places import OnLost
 from monarch_slurm.job.errors import JobError, JobSpecError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder, write_whole
@@ -148,22 +148,37 @@ class JobTrait(ABC):
         Args:
             cached_path: file that remembers the job from one program to the next; None for none.
         """
-        if self._running is not None:
+        if self._running is not None or self._use_cached(cached_path):
+            assert self._running is not None
             return self._running._state()
-        cached = _batch_job() or _load_cached(cached_path)
-        if cached is not None and cached._running is not None:
-            if cached.can_run(self):
-                self._status = _CachedRunning(cached._running)
-                self._apply_id = cached._apply_id
-                return cached._running._state()
-            cached._discard()
-        if cached_path is not None:
-            Path(os.path.realpath(cached_path)).unlink(missing_ok=True)
         self.apply()
         state = self._state()
         if cached_path is not None:
             self.dump(cached_path)
         return state
+
+    def ensure_applied(self, cached_path: str = DEFAULT_JOB_PATH) -> bool:
+        """Make the hosts for a later program, unless this job or one remembered in ``cached_path`` has them; connect
+        to none. Return whether they were made.
+        """
+        if self._running is not None or self._use_cached(cached_path):
+            return False
+        self.apply()
+        self.dump(cached_path)
+        return True
+
+    def _use_cached(self, path: str | None) -> bool:
+        """Use the job that is remembered in ``path``, if it runs and suffices; else end it and forget it."""
+        cached = _batch_job() or _load_cached(path)
+        if cached is not None and cached._running is not None:
+            if cached.can_run(self):
+                self._status = _CachedRunning(cached._running)
+                self._apply_id = cached._apply_id
+                return True
+            cached._discard()
+        if path is not None:
+            Path(os.path.realpath(path)).unlink(missing_ok=True)
+        return False
 
     def kill(self) -> None:
         """End the job and its hosts, wherever they are."""
@@ -203,11 +218,23 @@ class JobTrait(ABC):
 
     gather_mount = remote_mount
 
+    def profile(self, *_: object, **__: object) -> None:
+        """Refuse: jobs have no profiler.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "jobs have no profiler here; run torch.profiler in an actor, or `monarch-slurm stacks`"
+        )
+
+    telemetry_query_client = enable_telemetry
+
     def _discard(self) -> None:
         """Kill a remembered job that is no longer wanted; one that cannot be killed is left to its time limit."""
         try:
             self.kill()
-        except (MonarchSlurmError, NotImplementedError) as error:
+        except Exception as error:  # of whatever kind: a job of the user's own may raise anything
             logger.warning("the remembered job %r could not be killed: %s", self, error)
 
     def dumps(self) -> bytes:
@@ -235,6 +262,7 @@ class BatchJob(JobTrait):
         super().__init__()
         self._job = job
         self._status = "running"
+        self._ends_with_process = False
 
     def _create(self, client_script: Script | None) -> None:
         raise JobError("a program inside of a job cannot apply that job again")
@@ -243,8 +271,12 @@ class BatchJob(JobTrait):
         return self._job._state()
 
     def can_run(self, spec: JobTrait) -> bool:
-        """Return whether this process runs inside of the job."""
-        return BATCH_VARIABLE in os.environ
+        """Return whether this process runs inside of the job. If so the job ends with it."""
+        inside = BATCH_VARIABLE in os.environ
+        if inside and not self._ends_with_process:
+            self._ends_with_process = True
+            atexit.register(self._kill)
+        return inside
 
     def _kill(self) -> None:
         self._job._kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -31,10 +32,8 @@ def set_current_job(spec: str, context: str | None = None) -> JobTrait:
         TypeError: it is no job.
     """
     name = context or current_context()
-    if not _NAME.fullmatch(name):
-        raise ValueError(f"context {name!r}: letters, digits, '.', '_' and '-' expected, a letter or digit first")
+    folder = state_path(name).parent
     job = _load(spec)
-    folder = Path(DEFAULT_JOB_PATH).parent / name
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "spec", f"{spec}\n".encode())
     link = Path(DEFAULT_JOB_PATH)
@@ -65,6 +64,56 @@ def current_context() -> str:
     """Return the name of the context in force in this folder."""
     link = Path(DEFAULT_JOB_PATH)
     return Path(os.readlink(link)).parent.name if link.is_symlink() else DEFAULT_CONTEXT
+
+
+def contexts() -> dict[str, str]:
+    """Return the name of each context of this folder and the ``module.attribute`` of its job."""
+    folder = Path(DEFAULT_JOB_PATH).parent
+    return {path.parent.name: path.read_text().strip() for path in sorted(folder.glob("*/spec"))}
+
+
+def use_context(name: str) -> None:
+    """Put another context of this folder in force.
+
+    Raises:
+        JobSpecError: there is none of this name.
+    """
+    set_current_job(_spec_of(name), name)
+
+
+def remove_context(name: str) -> None:
+    """Forget a context; if it is in force, the default is.
+
+    Raises:
+        JobSpecError: there is none of this name, or a job is remembered in it.
+    """
+    _spec_of(name)
+    if state_path(name).exists():
+        raise JobSpecError(f"context {name!r} remembers a job: kill it first (monarch-slurm kill {name})")
+    if name == current_context():
+        Path(DEFAULT_JOB_PATH).unlink(missing_ok=True)
+    folder = state_path(name).parent
+    (folder / "spec").unlink()
+    with contextlib.suppress(OSError):  # something of the user's is in it
+        folder.rmdir()
+
+
+def state_path(name: str) -> Path:
+    """Return the file in which a context remembers its job.
+
+    Raises:
+        ValueError: ``name`` cannot be that of a context.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"context {name!r}: letters, digits, '.', '_' and '-' expected, a letter or digit first")
+    return Path(DEFAULT_JOB_PATH).parent / name / "state.pkl"
+
+
+def _spec_of(name: str) -> str:
+    known = contexts()
+    if name not in known:
+        raise JobSpecError(f"there is no context {name!r} here; there are: {', '.join(known) or 'none'}")
+    return known[name]
 
 
 def _load(spec: str) -> JobTrait:

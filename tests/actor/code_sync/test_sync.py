@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -229,3 +230,20 @@ def test_a_record_that_is_none_of_ours_deletes_nothing(tmp_path: Path, project: 
         assert target.finish() == ([], [])
     assert tree(tmp_path / "w") == {"p/keep": "1"}
     assert "sample_code" not in sys.modules
+
+
+def test_without_a_workspace_the_copies_are_gone_with_the_host(
+    project: Path, tmp_path: Path, agents: Callable[..., Agent], failures: list[MeshFailure]
+) -> None:
+    folder = tmp_path / "job"
+    publish(folder, address="127.0.0.1")
+    agent = agents(folder, "bare", env={"WORKSPACE_DIR": ""})
+    hosts = gather_hosts(["bare"], timeout=DEADLINE)
+    sync(hosts, project)
+    ((file, variable),) = hosts.spawn_procs().spawn("reader", Reader).place.call().get(DEADLINE).values()
+    assert file == f"{variable}/project/sample_code.py"
+    assert stat.S_IMODE(Path(variable).stat().st_mode) == 0o700
+    hosts.shutdown().get(DEADLINE)
+    agent.wait()
+    assert not Path(variable).parent.exists()
+    withdraw(folder)
