@@ -9,7 +9,8 @@ import pytest
 NAMES = {
     "actor": """
         Accumulator Actor ActorError as_endpoint attach attach_to_workers Channel ChannelTransport concurrent_endpoint
-        config Context context current_actor_name current_rank current_size default_bootstrap_cmd enable_transport
+        config Context context current_actor_name current_rank current_size debug_controller default_bootstrap_cmd
+        enable_transport
         Endpoint endpoint Extent Future get_meter get_or_spawn_controller HostMesh MeshFailure Point Port PortReceiver
         ProcId ProcMesh returns_future run_worker_loop_forever run_worker_loop_until_shutdown send shutdown_context span
         start_worker_loop_forever this_host this_proc traced Uid unhandled_fault_hook ValueMesh

@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 from support import Program
 
+from monarch_slurm.actor import make_worker_key
+
 FOLDER = Path(__file__).parent / "monarch_programs"
 
 OUTPUTS = {
+    "custom_job": """
+        {hosts: 2, gpus: 2} [True, True, True, True]
+        code 3
+        no such hosts
+        loader 0
+        trainers [None, None]
+    """,
     "ping_pong": """
         served 0 6
         served 1 6
@@ -40,14 +49,14 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_a_program_runs_with_its_imports_changed(program: Callable[..., Program], name: str) -> None:
+def test_a_program_runs_with_its_imports_changed(program: Callable[..., Program], name: str, tmp_path: Path) -> None:
     text = (FOLDER / f"{name}.py").read_text()
     # ``import monarch.actor`` makes the name ``monarch``, which the program then uses.
     text = re.sub(
         r"^import monarch\.actor$", "import monarch_slurm.actor\nimport monarch_slurm as monarch", text, flags=re.M
     )
     text = re.sub(r"^from monarch\.", "from monarch_slurm.", text, flags=re.MULTILINE)
-    running = program(text)
+    running = program(text, env={"MONARCH_SLURM_WORKER_KEY": str(make_worker_key(tmp_path / "key"))})
     assert running.wait() == 0, running.errors()
     assert running.output().split("\n") == [line.strip() for line in OUTPUTS[name].strip().split("\n")] + [""]
     assert "Traceback" not in running.errors()

@@ -21,7 +21,7 @@ import pytest
 from job_agents import Agent, Worker
 from support import DEADLINE, REPOSITORY, is_alive, wait_gone, wait_until
 
-from monarch_slurm.actor import HostMesh, MeshFailure, SupervisionError
+from monarch_slurm.actor import HostMesh, MeshFailure, SupervisionError, this_host
 from monarch_slurm.controller import (
     FolderError,
     HostsMissingError,
@@ -235,6 +235,28 @@ def test_shutdown_of_hosts(two: tuple[HostMesh, Agent, Agent], failures: list[Me
     wait_gone(*families)
     with pytest.raises(RuntimeError, match="HostMesh has already been shut down"):
         hosts.spawn_procs()
+    assert not failures
+
+
+def test_stop_of_hosts_ends_procs_and_leaves_the_hosts(
+    two: tuple[HostMesh, Agent, Agent], failures: list[MeshFailure]
+) -> None:
+    hosts, one, other = two
+    workers: Any = hosts.spawn_procs({"n": 2}).spawn("worker", Worker)
+    elsewhere: Any = this_host().spawn_procs().spawn("worker", Worker)
+    pids = workers.pid.call().get(DEADLINE).values()
+    here = elsewhere.pid.call_one().get(DEADLINE)
+    with pytest.raises(RuntimeError, match="cannot stop hosts through a slice"):
+        hosts.slice(hosts=0).stop()
+    hosts.stop().get(DEADLINE)
+    wait_gone(*pids)
+    assert elsewhere.pid.call_one().get(DEADLINE) == here
+    error = workers.pid.call().exception(DEADLINE)
+    assert isinstance(error, SupervisionError)
+    again: Any = hosts.spawn_procs().spawn("worker", Worker)
+    assert set(again.pid.call().get(DEADLINE).values()) <= {*one.family(), *other.family()}
+    hosts.stop().get(DEADLINE)
+    hosts.stop().get(DEADLINE)
     assert not failures
 
 
