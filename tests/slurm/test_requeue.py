@@ -49,12 +49,6 @@ def test_a_job_that_is_given_notice_saves_and_goes_on(cluster: Cluster, program:
     assert "Slurm starts the job again" in said
 
 
-def test_a_job_that_is_requeued_saves_and_goes_on(cluster: Cluster, program: Program) -> None:
-    job = submit(program)
-    cluster.run("scontrol", "requeue", str(job.job_id))
-    finish(cluster, job)
-
-
 def test_a_job_that_is_preempted_saves_and_goes_on(cluster: Cluster, program: Program) -> None:
     job = submit(program)
     urgent = ["srun", "--partition=urgent", "--nodes=4", "--exclusive", "hostname"]
@@ -62,7 +56,7 @@ def test_a_job_that_is_preempted_saves_and_goes_on(cluster: Cluster, program: Pr
     finish(cluster, job)
 
 
-def test_a_job_leaves_a_drained_node_with_all_that_it_had(cluster: Cluster, program: Program) -> None:
+def test_a_job_that_is_requeued_leaves_a_drained_node_with_all_that_it_had(cluster: Cluster, program: Program) -> None:
     job = submit(program)
     head = read(job.folder / "controller.log").split()[-1]
     cluster.run("scontrol", "update", f"nodename={head}", "state=drain", "reason=test")
