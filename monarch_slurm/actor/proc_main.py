@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import os
 import signal
 import sys
 from collections import deque
@@ -22,7 +23,7 @@ from monarch_slurm.actor.replies import EXCEPTION, VALUE
 from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.actor.shape import Shape, Slice
 from monarch_slurm.config import clear_runtime_config, configure
-from monarch_slurm.host.identity import take_no_sigterm
+from monarch_slurm.host.identity import SUPERVISED_VARIABLE, take_no_sigterm
 from monarch_slurm.host.proc import ProcSpec
 from monarch_slurm.host.stacks import register_stacks
 from monarch_slurm.wire import AGENT, Address, Loop, Message, StreamLink, WireError, dumps
@@ -148,5 +149,6 @@ def main(spec: ProcSpec) -> int:
     prefix_log_records()
     if not take_no_sigterm():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.pop(SUPERVISED_VARIABLE, None)  # agents that this proc starts are its own to end
     set_client_boot(None)
     return _Proc(spec).run()
