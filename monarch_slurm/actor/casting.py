@@ -10,6 +10,7 @@ from monarch_slurm.actor.layout import ProcLayout
 from monarch_slurm.actor.shape import Slice
 from monarch_slurm.config import settings
 from monarch_slurm.host.places import Places
+from monarch_slurm.host.shares import for_one_host
 from monarch_slurm.wire import AGENT, CONTROLLER, Address, Message
 from monarch_slurm.wire.pickling import Buffer
 
@@ -37,9 +38,9 @@ class Targets:
             far = [item for item in self.by_host.items() if item[0] != here] if near else list(self.by_host.items())
             to_all = {"proc_mesh": self.mesh, "targets": far, "key": self.key, **fields}
             yield Message("casts", CONTROLLER, sender, to_all, body)
+        cast = Message("cast", CONTROLLER, sender, {"proc_mesh": self.mesh, **fields}, body)
         for host, ranks in near.items():
-            to_host = {"proc_mesh": self.mesh, "base_ranks": ranks, **fields}
-            yield Message("cast", Address(places.now(host), AGENT), sender, to_host, body)
+            yield for_one_host(cast, Address(places.now(host), AGENT), ranks)
 
 
 class TargetTable:

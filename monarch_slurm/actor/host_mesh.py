@@ -222,8 +222,12 @@ class HostMesh(MeshTrait):
 
         if restart is not None:
             runtime.keeper.keep(layout, restart, count, make_spawn)
-        for host, ranks_there in layout.by_host(range(count)).items():
-            runtime.send(make_spawn(host, ranks_there, 0))
+        if callable(bootstrap_command):
+            for host, ranks_there in layout.by_host(range(count)).items():
+                runtime.send(make_spawn(host, ranks_there, 0))
+        else:
+            each = [{**binds[i], **commands[i]} for i in range(per)]
+            runtime.cast(layout, shape.ndslice, {**common, "each": each, "incarnation": 0}, body)
         procs = ProcMesh(layout, shape, name or "anon", ready)
         note_spawned(procs)
         return procs

@@ -18,7 +18,7 @@ from monarch_slurm.config import settings
 from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.host.cast_order import CastOrder
 from monarch_slurm.host.folds import Folder, is_foldable
-from monarch_slurm.host.shares import APART, divide
+from monarch_slurm.host.shares import APART, divide, for_one_host
 from monarch_slurm.wire import (
     AGENT,
     CONTROLLER,
@@ -138,8 +138,8 @@ class Branch:
             self._pass_on(slot, part)
         if own is not None:
             after, directs, ranks = own
-            cast = {**message.fields["cast"], "base_ranks": ranks}
-            share = Message("cast", self._address, message.src, cast, message.body)
+            cast = Message("cast", self._address, message.src, message.fields["cast"], message.body)
+            share = for_one_host(cast, self._address, ranks)
             share.encoded = encode(share, 0)  # once, for all procs here
             self._order.share(message.fields["number"], after, directs, share)
 

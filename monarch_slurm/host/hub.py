@@ -18,6 +18,7 @@ from monarch_slurm.host.exits import HostDown
 from monarch_slurm.host.folds import entries
 from monarch_slurm.host.identity import pid_space
 from monarch_slurm.host.places import Places
+from monarch_slurm.host.shares import for_one_host
 from monarch_slurm.wire import (
     AGENT,
     CONTROLLER,
@@ -212,9 +213,9 @@ class Hub:
         with self._lock:
             absent, unreachable = self._caster.cast(message)
             fields = {name: value for name, value in message.fields.items() if name not in ("targets", "key")}
+            cast = replace(message, fields=fields, encoded=None)
             for host, ranks in absent:
-                there = {**fields, "base_ranks": list(ranks)}
-                self.send(Message("cast", Address(host, AGENT), message.src, there, message.body))
+                self.send(for_one_host(cast, Address(host, AGENT), list(ranks)))
         for host in unreachable:
             self._loop.call_soon(
                 lambda host=host: self._undeliverable(Message("cast", Address(host, AGENT), message.src))  # type: ignore[misc]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from monarch_slurm.host.cast_tree import child_towards
-from monarch_slurm.wire import Message
+from monarch_slurm.wire import Address, Message
 
 APART = frozenset(("heartbeat", "welcome", "fenced", "share", "barrier", "tree_child", "tree_parent", "tree_cut"))
 """Kinds of messages that have no place in the order of what is sent to a host."""
@@ -41,6 +41,20 @@ def divide(share: Message) -> tuple[tuple[int, int, list[int]] | None, dict[int,
         part = {**fields, "slot": child, "to": entries, "odd": odd_there}
         parts[child] = Message(share.kind, share.dst, share.src, part, share.body)
     return own, parts
+
+
+def for_one_host(message: Message, address: Address, ranks: list[int]) -> Message:
+    """Return what the "casts" ``message``, or the share of one, is to the agent ``address`` with its procs ``ranks``.
+
+    That is a "cast", or with the field ``each`` the request to spawn those procs; ``each`` says what is particular
+    to each proc of a host.
+    """
+    fields = message.fields
+    if "each" not in fields:
+        return Message("cast", address, message.src, {**fields, "base_ranks": ranks}, message.body)
+    first = ranks[0] - ranks[0] % len(fields["each"])
+    procs = [{"rank": first + i, **particular} for i, particular in enumerate(fields["each"])]
+    return Message("spawn", address, message.src, {**fields, "ranks": ranks, "procs": procs}, message.body)
 
 
 def packed(ranks: Ranks) -> list[Any]:
