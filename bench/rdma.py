@@ -1,8 +1,9 @@
 """How fast buffers move, beside the plain tool for the same work in the same run: memcpy, iperf3, ib_write_bw.
 
-    python bench/rdma.py [host] [tcp] [verbs] [gpu] [--json FILE]
+    python bench/rdma.py [host] [tcp] [verbs] [gpu] [--json FILE] [--torchmonarch PYTHON]
 
-``host``: ``read_into`` between two processes of this machine, against memcpy of as many bytes in one thread.
+``host``: ``read_into`` between two processes of this machine, against memcpy of as many bytes in one thread; with the
+interpreter of an environment that has torchmonarch, against its TCP backend, too.
 ``tcp``: the TCP engine over loopback against ``iperf3`` with as many streams.
 ``gpu``: ``read_into`` between the memory of two GPUs (of one, if there is one) that two processes own, against torch's
 copy between the two in one process.
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from monarch_slurm.actor import Actor, endpoint, this_host
@@ -122,14 +124,25 @@ def pair(transports: str) -> tuple[Any, Any]:
     return peers.slice(procs=0), peers.slice(procs=1)
 
 
-def host(runs: int) -> list[dict[str, Any]]:
+def torchmonarch(nbytes: int, runs: int, python: str) -> list[float]:
+    """Return seconds of its ``read_into``."""
+    program = [python, str(Path(__file__).parent / "runtimes" / "monarch_rdma.py"), str(nbytes), str(runs)]
+    done = subprocess.run(program, check=True, capture_output=True, text=True)
+    return [float(seconds) for seconds in json.loads(done.stdout.splitlines()[-1])]
+
+
+def host(runs: int, python: str) -> list[dict[str, Any]]:
     rows = []
+    sizes = (64 * MIB, 256 * MIB)
+    theirs = {size: torchmonarch(size, runs, python) for size in sizes if python}
     for shared, transports in ((True, "shm,process_vm"), (False, "process_vm")):
         owner, user = pair(transports)
-        for size in (64 * MIB, 256 * MIB):
+        for size in sizes:
             buffer = owner.make.call_one(size, shared).get()
             ours, plain, backend = user.copy.call_one(buffer, runs, False).get()
             rows.append(row(f"read_into, {backend}", size, ours, plain, "memcpy"))
+            if python:
+                rows.append(row(f"read_into, {backend}", size, ours, theirs[size], "torchmonarch, TCP"))
     return rows
 
 
@@ -196,11 +209,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", nargs="*", default=["host", "tcp"], choices=["host", "tcp", "gpu", "verbs"])
     parser.add_argument("--runs", type=int, default=7, help="of each figure")
+    parser.add_argument("--torchmonarch", metavar="PYTHON", default="", help="interpreter that has torchmonarch")
     parser.add_argument("--json", help="write the figures to this file, too")
     arguments = parser.parse_args()
     rows = []
     for what in arguments.what:
-        rows += {"host": host, "tcp": tcp, "gpu": gpu, "verbs": verbs}[what](arguments.runs)
+        rows += {"host": lambda runs: host(runs, arguments.torchmonarch), "tcp": tcp, "gpu": gpu, "verbs": verbs}[what](
+            arguments.runs
+        )
     names = list(rows[0])
     widths = [max(len(name), *(len(str(line[name])) for line in rows)) for name in names]
     for cells in [names, *([str(line[name]) for name in names] for line in rows)]:

@@ -209,8 +209,8 @@ def _recipe(name: str, platform: str, strict: bool) -> _Recipe:
     if not sources:
         raise NativeBuildError(f"{sources_folder() / 'src'} has no sources of {name}")
     compiler = _compiler()
-    flags = ["-O2", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"]
     sanitize = os.environ.get("MONARCH_SLURM_NATIVE_SANITIZE")
+    flags = ["-O0" if sanitize else "-O2", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"]
     if sanitize:
         flags += [f"-fsanitize={sanitize}", "-fno-omit-frame-pointer", "-fno-sanitize-recover=undefined"]
     if strict or os.environ.get("MONARCH_SLURM_NATIVE_STRICT") == "1":

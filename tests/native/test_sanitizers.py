@@ -28,8 +28,7 @@ def _preload() -> str:
 def environment() -> dict[str, str]:
     """What programs under the sanitizers need; the modules are built, by a compiler that runs without."""
     sanitize = {"MONARCH_SLURM_NATIVE_SANITIZE": "address,undefined"}
-    code = "from monarch_slurm.native_build import build_native\n"
-    code += "for platform in ('cuda', 'rocm'): build_native(['_native'], platform=platform)"
+    code = "from monarch_slurm.native_build import build_native; build_native(['_native'], platform='cuda')"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={**os.environ, **sanitize})
     return {
         **os.environ,
@@ -43,7 +42,7 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.slow
 def test_under_sanitizers(environment: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not bounces", *TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not bounces and not rocm", *TESTS]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert " passed" in done.stdout
