@@ -21,8 +21,10 @@ from monarch_slurm.rdma.engine import Op, remaining
 from monarch_slurm.rdma.errors import BufferGoneError, PeerLostError, RDMAError
 from monarch_slurm.rdma.registry import NONCE_BYTES, gone_text, lock_slots
 
-_PIECE = 64 * 2**20
+_PIECE = 16 * 2**20
 """Bytes between two looks at the clock, and of one thread's share."""
+_SMALL = 2**20
+"""Up to this, copies go to the kernel many at a time."""
 _IOV_MAX = 512
 _PR_SET_PTRACER = 0x59616D61
 _PTRACER_ANY = ctypes.c_ulong(-1)
@@ -151,11 +153,11 @@ class SameHost:
             for write in (False, True):
                 call = _writev if write else _readv
                 batch = [(op.address, op.target.address, op.nbytes) for op in ops if op.write is write]
-                small = [piece for piece in batch if piece[2] <= _PIECE // 64]
+                small = [piece for piece in batch if piece[2] <= _SMALL]
                 for start in range(0, len(small), _IOV_MAX):
                     remaining(deadline)
                     self._move(call, small[start : start + _IOV_MAX])
-                large = [piece for piece in batch if piece[2] > _PIECE // 64]
+                large = [piece for piece in batch if piece[2] > _SMALL]
                 copy_pieces(lambda piece, call=call: self._move(call, [piece]), large, deadline)  # type: ignore[misc]
 
     def transfer_mapped(self, ops: Sequence[Op], deadline: float) -> None:
