@@ -38,8 +38,8 @@ _ENV_PREFIX = "MONARCH_SLURM_"
 _VARIABLES = {
     "ADDRESS", "ALLOW_UNAUTHENTICATED", "BATCH_VARIABLES", "CCL_LIBRARY", "CUDA_HEADERS", "GPU_LIBRARY", "GPU_PLATFORM",
     "HIP_HEADERS", "JOB_FOLDER", "KILL_WAIT", "NATIVE_BUILD", "NATIVE_CACHE", "NATIVE_SANITIZE", "NATIVE_STRICT",
-    "NCCL_HEADERS", "PROC", "PROC_SPEC", "SUPERVISED", "TEST_BACKENDS", "TEST_NO_SLURM", "TEST_RDMA",
-    "WORKER_KEY",
+    "NCCL_HEADERS", "PROC", "PROC_SPEC", "SUPERVISED", "TEST_HARDWARE", "TEST_NCCL", "TEST_NO_SLURM",
+    "TEST_RDMA", "WORKER_KEY",
 }  # fmt: skip
 """Ends of the names of environment variables that are not settings."""
 
@@ -210,6 +210,7 @@ def _from_environment() -> dict[str, Any]:
 
 _MONARCH_NAMES = {ours: theirs for theirs, ours in ALIASES.items()}
 _runtime: dict[str, Any] = {}
+_revision = 0
 
 
 def settings() -> _Settings:
@@ -237,7 +238,18 @@ def configure(**values: Any) -> None:
                 "monarch_slurm.config.get_global_config() has all"
             )
         checked[name] = _checked(name, given, f"setting {given_name!r}={given!r}")
-    _runtime.update(checked)
+    _change(checked)
+
+
+def revision() -> int:
+    """Return a number that changes when `configure` and the like change something: what was derived is out of date."""
+    return _revision
+
+
+def _change(values: dict[str, Any]) -> None:
+    global _revision
+    _runtime.update(values)
+    _revision += 1
 
 
 @contextlib.contextmanager
@@ -249,7 +261,7 @@ def configured(**values: Any) -> Iterator[dict[str, Any]]:
         yield get_global_config()
     finally:
         _runtime.clear()
-        _runtime.update(before)
+        _change(before)
 
 
 def get_global_config() -> dict[str, Any]:
@@ -266,6 +278,7 @@ def get_runtime_config() -> dict[str, Any]:
 def clear_runtime_config() -> None:
     """Forget what `configure` set."""
     _runtime.clear()
+    _change({})
 
 
 def warn_of_unknown_variables() -> None:

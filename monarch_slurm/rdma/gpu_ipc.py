@@ -14,7 +14,8 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from monarch_slurm.errors import MonarchSlurmError
@@ -173,11 +174,11 @@ class GpuIpc:
                 mine = [(op.target.slot, op.target.key) for op, its in zip(ops, devices, strict=True) if its == device]
                 self._learn(mine, device.index or 0, deadline)
             with self._host.holding(ops, deadline):
-                for op, device in zip(ops, devices, strict=True):
-                    self._copy(op, device.index or 0)
                 for device in set(devices):
-                    if device.type == "cuda":
-                        sys.modules["torch"].cuda.current_stream(device).synchronize()
+                    with _current(device):
+                        for op, its in zip(ops, devices, strict=True):
+                            if its == device:
+                                self._copy(op, device.index or 0)
         finally:
             self._lock.release()
 
@@ -271,6 +272,18 @@ class GpuIpc:
                 finally:
                     for fd in fds:
                         os.close(fd)
+
+
+@contextmanager
+def _current(device: Any) -> Iterator[None]:
+    """Have a device current while the block runs (to change to it for each call takes long), then wait for its work."""
+    if device.type != "cuda":
+        yield
+        return
+    cuda = sys.modules["torch"].cuda
+    with cuda.device(device):
+        yield
+        cuda.current_stream().synchronize()
 
 
 def _device_of(op: Op) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from monarch_slurm.actor.client import client
 from monarch_slurm.actor.context import context
 from monarch_slurm.actor.runtime import Runtime
-from monarch_slurm.config import settings
+from monarch_slurm.config import revision, settings
 from monarch_slurm.host.identity import ADDRESS_VARIABLE, pid_space
 from monarch_slurm.rdma import samehost
 from monarch_slurm.rdma.bounce import on_host
@@ -61,6 +61,7 @@ class _Peer:
         self._card: Fields | None = None
         self._engines: dict[str, Engine | None] = {}
         self._not_for_devices: set[str] = set()
+        self._chosen: dict[tuple[bool, bool], tuple[int, Engine]] = {}
         self._lost = ""
         manager.control.watch(home.process, self.gone)
 
@@ -75,6 +76,17 @@ class _Peer:
         """Return the best engine: for memory that can be ``mapped``, or that the CPU can reach at all (``direct``)."""
         if self._lost:
             raise PeerLostError(f"the owner of the buffer is gone: {self._lost}")
+        if not without:
+            settled, engine = self._chosen.get((mapped, direct), (-1, None))
+            if engine is not None and settled == revision():
+                return engine
+        now = revision()
+        engine = self._choose(mapped, direct, deadline, without)
+        if not without:
+            self._chosen[mapped, direct] = now, engine
+        return engine
+
+    def _choose(self, mapped: bool, direct: bool, deadline: float, without: Set[str]) -> Engine:
         allowed = transports() - without
         if not self._lock.acquire(timeout=remaining(deadline)):
             remaining(deadline)
@@ -134,6 +146,7 @@ class _Peer:
         """Do without an engine for memory of GPUs from now on."""
         logger.warning("memory of GPUs of %s is not reached by %s, but more slowly: %s", self._home.process, name, why)
         self._not_for_devices.add(name)
+        self._chosen.clear()
 
     def forget(self, allocations: Sequence[int]) -> None:
         """The owner has dropped all buffers in these allocations of GPU memory."""
