@@ -29,7 +29,17 @@ import click
 @click.option("--comment", help="Comment in Slurm's records.")
 @click.option("--job-name", "-J", default="monarch_job", show_default=True)
 @click.option("--exclusive/--no-exclusive", default=True, show_default=True, help="Whether the nodes are for it alone.")
-@click.option("--requeue", is_flag=True, help="The job starts again when its head node is lost.")
+@click.option(
+    "--requeue", is_flag=True, help="The job starts again when its head node is lost or its program has saved."
+)
+@click.option("--spares", type=click.IntRange(0), default=0, help="More nodes, for the places of nodes that are lost.")
+@click.option(
+    "--on-lost",
+    type=click.Choice(["shrink", "fail"]),
+    default="shrink",
+    show_default=True,
+    help="What to do when no spare is left: go on without the node, or fail.",
+)
 @click.option(
     "--notice", type=click.IntRange(1), help="Seconds before the time limit at which the program hears of it."
 )

@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_commands()
         allocation = SlurmAllocation.from_env()
         plan = _plan(options)
+        job = _job(options, len(allocation.nodes))
         folder = _folder(Path(options.log_dir), allocation)
-        job = SlurmJob({"hosts": len(allocation.nodes)}, address=options.address, log_dir=options.log_dir)
         job.adopt(allocation.job_id, folder)
         write_whole(folder.job_pickle, BatchJob(job).dumps())
     except JobError as error:
@@ -61,7 +61,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--preflight", action="append", default=[], metavar="COMMAND", help="must succeed on a node before its agent"
     )
-    parser.add_argument("--requeue", action="store_true", help="the job starts again when its head node is lost")
+    parser.add_argument(
+        "--requeue",
+        action="store_true",
+        help="the job starts again when its first node is lost or its program has saved",
+    )
+    parser.add_argument("--spares", type=int, default=0, help="nodes to keep for the places of others")
+    parser.add_argument("--on-lost", default="shrink", help="what to do when no spare is left: shrink [default], fail")
     parser.add_argument("--srun-arg", action="append", default=[], help="option of the srun that starts each host")
     parser.add_argument("program", nargs="*", help="a .py file or a command, and its arguments")
     return parser
@@ -88,6 +94,19 @@ def _plan(options: argparse.Namespace) -> BatchPlan:
         srun_args=tuple(options.srun_arg),
         preflight=tuple(options.preflight),
         container=container,
+    )
+
+
+def _job(options: argparse.Namespace, nodes: int) -> SlurmJob:
+    """Return what the program inside finds as its job."""
+    if not 0 <= options.spares < nodes:
+        raise JobSpecError(f"{options.spares} spares of {nodes} nodes leave none to use")
+    return SlurmJob(
+        {"hosts": nodes - options.spares},
+        address=options.address,
+        log_dir=options.log_dir,
+        spares=options.spares,
+        on_lost=options.on_lost,
     )
 
 

@@ -58,6 +58,13 @@ def test_sbatch_runs_a_program_on_all_nodes(cluster: Cluster, name: str) -> None
     assert f"['--lr', '1 2'] {expected[0]} {expected[1]}\n" in read(output)
 
 
+def test_a_spare_is_not_used_by_the_program(cluster: Cluster) -> None:
+    job, output = sbatch(cluster, "spares", "-w", "n[2-4]")
+    ended(cluster, job, output)
+    assert "['--lr', '1 2'] ('n2', 'n2', '0') ('n3', 'n3', '1')\n" in read(output)
+    assert sorted(path.name for path in Path("runs", job, "logs").iterdir()) == ["n2.log", "n3.log", "n4.log"]
+
+
 APPTAINER = """#!/bin/bash
 # Stands for apptainer exec: says what it was asked for, and runs the command outside.
 shift
