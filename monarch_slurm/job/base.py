@@ -230,6 +230,17 @@ class JobTrait(ABC):
 
     telemetry_query_client = enable_telemetry
 
+    def _attach_client(self, addr: str) -> None:
+        """For kinds of jobs whose hosts are not on this program's network: reach them through the worker at ``addr``.
+
+        Raises:
+            RuntimeError: this program has hosts already, or reaches them through another worker.
+            AttachError: the worker cannot be had.
+        """
+        from monarch_slurm.actor import attach
+
+        attach(addr)
+
     def _discard(self) -> None:
         """Kill a remembered job that is no longer wanted; one that cannot be killed is left to its time limit."""
         try:

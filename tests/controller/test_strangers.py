@@ -32,7 +32,17 @@ from monarch_slurm.actor import (
 from monarch_slurm.actor.client import client
 from monarch_slurm.controller import gather_hosts, publish
 from monarch_slurm.host import worker as worker_module
-from monarch_slurm.wire import CONTROLLER, Address, Gatekeeper, Invitation, JobKeys, Message, read_invitation
+from monarch_slurm.wire import (
+    CONTROLLER,
+    Address,
+    Gatekeeper,
+    Invitation,
+    JobKeys,
+    Message,
+    pack,
+    read_invitation,
+    unpack,
+)
 from monarch_slurm.wire.frames import encode
 from monarch_slurm.wire.shared_key import choose_secret, derive_keys
 from monarch_slurm.wire.sockets import connect_tcp, make_dealer
@@ -214,6 +224,57 @@ def test_many_who_say_next_to_nothing(door: Door) -> None:
     finally:
         for raw in idle:
             raw.close()
+
+
+@pytest.mark.parametrize("door", ["worker"], indirect=True)
+def test_a_holder_of_the_key_who_asks_a_worker_no_sense(door: Door) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    peer = make_dealer(context, "odd")
+    connect_tcp(peer, door.invitation)
+    invitation = {"address": 1, "server_public": 2, "agent_public": 3, "agent_secret": 4}
+    request = {"identity": "", "program": "p", "host": 5, "name": 6, "who": 7, "settings": 8, "invitation": invitation}
+    for frame in (
+        b"", os.urandom(100), pack(None), pack([]), pack("op"), pack({}), pack({"op": 1}), pack({"op": "open"}),
+        pack({"op": "data", "id": [], "data": 1}), pack({"identity": 1}), pack({"identity": "", "program": []}),
+        pack({**request, "invitation": {"no": "invitation"}}), pack({**request, "program": {"x": 1}}),
+        pickle.dumps(request),
+    ):  # fmt: skip
+        peer.send(frame)
+    peer.send(pack({"identity": "somebody else", "program": "p"}))
+    while "not somebody else" not in (answer := unpack(peer.recv())).get("why", ""):
+        assert not answer["accepted"]
+    context.destroy(linger=0)
+    assert door.works()
+
+
+def test_garbage_at_the_unix_sockets_of_a_job(
+    tmp_path: Path, failures: list[MeshFailure], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only processes of the user reach them; those that speak no sense disturb nobody either."""
+    actor: Any = this_host().spawn_procs().spawn("actor", PidActor)
+    pid = actor.pid.call_one().get(DEADLINE)
+    mine = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    paths = _listening_sockets(mine)
+    assert paths
+    bomb = pickle.dumps(Bomb(tmp_path / "exploded"))
+    packets = (
+        b"", b"\0", bytes(5000), b"\xff" * 5000, os.urandom(5000), struct.pack("<I", 2**32 - 1) + bytes(100),
+        struct.pack("<IQ", 1, 2**62), struct.pack("<IQ", 1, len(bomb)) + bomb, struct.pack("<I", len(bomb)) + bomb,
+    )  # fmt: skip
+    for path in paths:
+        for packet in packets:
+            with socket.socket(socket.AF_UNIX) as raw:
+                raw.settimeout(DEADLINE)
+                raw.connect("\0" + path[1:] if path.startswith("@") else path)
+                try:
+                    raw.sendall(packet)
+                except ConnectionError:
+                    continue
+    assert actor.pid.call_one().get(DEADLINE) == pid
+    fresh: Any = this_host().spawn_procs().spawn("actor", PidActor)
+    assert fresh.pid.call_one().get(DEADLINE) != pid
+    assert not (tmp_path / "exploded").exists()
+    assert not failures
 
 
 def _hung_up(raw: socket.socket) -> bool:
