@@ -51,6 +51,7 @@ def _watch_training(client: AdminClient) -> None:
     from monarch_slurm.wire import NoAnswerError
 
     view: LiveView | None = None
+    ended = ""
     run = ""
     since = 0
     catch_up = 0
@@ -73,10 +74,11 @@ def _watch_training(client: AdminClient) -> None:
     except NoAnswerError as error:
         if view is None or view.state.ok is None:
             raise
-        click.echo(f"the run has ended ({error})", err=True)
+        ended = str(error)
     finally:
         if view is not None:
             view.__exit__(None, None, None)
+    click.echo(f"the run has ended ({ended})", err=True)
 
 
 def _live_view(about: dict[str, Any]) -> LiveView:
