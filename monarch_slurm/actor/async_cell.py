@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
+from monarch_slurm.actor import driving
 from monarch_slurm.actor.cell import Cell, EndActor, Stop
 from monarch_slurm.actor.context import Context, set_context
 from monarch_slurm.actor.debugger.hook import call_ended
@@ -34,19 +36,32 @@ class AsyncCell(Cell):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._arrived = asyncio.Event()
         self._loop_lock = threading.Lock()
+        self._handling = True
         self._tasks: set[asyncio.Task[None]] = set()
 
     def _enqueue(self, item: Call | Stop | None) -> None:
         self._inbox.append(item)
         with self._loop_lock:
-            if self._loop is not None:
+            if self._loop is None:
+                return
+            if asyncio._get_running_loop() is self._loop:
+                self._loop.call_soon(self._arrived.set)
+            else:
                 self._loop.call_soon_threadsafe(self._arrived.set)
 
     def _backlog(self) -> int:
         return len(self._inbox)
 
     def _main(self) -> None:
-        asyncio.run(self._run())
+        if sys.version_info >= (3, 11):
+            with asyncio.Runner(loop_factory=lambda: driving.event_loop(self._is_idle)) as runner:
+                runner.run(self._run())
+        else:
+            asyncio.run(self._run())
+
+    def _is_idle(self) -> bool:
+        """Return whether this actor waits for nothing but messages."""
+        return not self._handling and not self._tasks
 
     async def _run(self) -> None:
         with self._loop_lock:
@@ -84,6 +99,7 @@ class AsyncCell(Cell):
                 # The event is cleared before the queue is looked at again: an item that comes between is not missed.
                 self._arrived.clear()
                 in_a_row = 0
+                self._handling = False
                 if not self._inbox:
                     await self._arrived.wait()
                 continue
@@ -91,7 +107,10 @@ class AsyncCell(Cell):
             if isinstance(item, Stop):
                 return item
             if item is not None:
+                self._handling = True
                 await self._handle(item)
+                item = None  # its large buffers are free for their sender
+                self._handling = False
                 self._doing = ", ".join(sorted({task.get_name() for task in self._tasks}))
                 in_a_row += 1
                 if in_a_row >= _MESSAGES_IN_A_ROW:

@@ -95,6 +95,11 @@ class Cell:
         self._control: deque[Callable[[], Any]] = deque()
         self._thread = threading.Thread(target=self._run_thread, name=f"actor-{ref.name}", daemon=True)
 
+    @property
+    def kept(self) -> bool:
+        """Whether a restart policy holds for its process."""
+        return self.ref.layout.keeper is not None
+
     # ---- for any thread
 
     def start(self) -> None:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from monarch_slurm.actor import controllers
+from monarch_slurm.actor import controllers, driving
 from monarch_slurm.actor.birth import make_cell
 from monarch_slurm.actor.console import open_console
 from monarch_slurm.actor.context import Instance, may_boot_client, set_client_boot
@@ -84,7 +84,7 @@ class Client:
         self.records: dict[str, HostRecord] = {}
         self.proc_failures: deque[ProcDown] = deque(maxlen=_REMEMBERED_FAILURES)
         self.started_at = time.time()
-        self.hub = Hub(self._loop, JobKeys.make(), self._take, self._host_joined, self._host_down)
+        self.hub = Hub(self._loop, JobKeys.make(), self._take, self._host_joined, self._host_down, self._take_at_once)
         self.runtime = Runtime(CONTROLLER, socket.gethostname(), not_in_forks(self._send), make_cell)
         self.stand_ins = StandIns()
         self.hub.find_stand_in = self._find_stand_in
@@ -107,6 +107,7 @@ class Client:
         self._console = open_console(self._loop, self.runtime, self.desk, lambda: list(self.hub.hosts.values()))
         threading.Thread(target=self._judge_faults, name="monarch-faults", daemon=True).start()
         self._loop.start("monarch-io")
+        driving.set_link(self.hub.near)
 
     # ---- Body of the root instance
 
@@ -196,7 +197,7 @@ class Client:
 
     def _send(self, message: Message) -> None:
         self._local.ensure(message.dst.host)
-        self.hub.send(message)
+        driving.send_whole(self.hub.send, message)
 
     def _take(self, message: Message) -> None:
         if message.kind == "ports":
@@ -209,6 +210,9 @@ class Client:
             self._debugging.feed(message)
         elif not (self.desk.take(message) or self.runtime.handle(message) or self._log_printer.take(message)):
             logger.error("unknown message %r from %s", message.kind, message.src)
+
+    def _take_at_once(self, message: Message) -> bool:
+        return self.runtime.handle_at_once(message)
 
     def _host_joined(self, info: HostInfo) -> None:
         self._local.joined(info)

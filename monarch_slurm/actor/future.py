@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import time
 import warnings
 from collections.abc import Callable, Generator
 from typing import Any, Generic, NoReturn, TypeVar
+
+from monarch_slurm.actor import driving
 
 R = TypeVar("R")
 
@@ -132,16 +135,29 @@ class Future(Generic[R]):
         if not self._done:
             _warn_in_loop()
             self._look(on_loop=False)
-            arrived = threading.Lock()
-            arrived.acquire()
-            self._on_done(arrived.release)
-            if not arrived.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
-                self._forget(arrived.release)
+            if not self._wait(timeout):
                 what = self._what if isinstance(self._what, str) else self._what()
                 raise TimeoutError(
                     f"no result within {timeout:g} s{what and ' of '}{what}; it is not lost: a later get() may have it"
                 )
         return self._outcome()
+
+    def _wait(self, timeout: float | None) -> bool:
+        """Wait up to ``timeout`` seconds; return whether there is a result."""
+        end = None if timeout is None else time.monotonic() + timeout
+        self._on_done(driving.wake)
+        driving.drive(lambda: self._done, timeout)
+        self._forget(driving.wake)
+        if self._done:
+            return True
+        arrived = threading.Lock()
+        arrived.acquire()
+        self._on_done(arrived.release)
+        left = -1.0 if end is None else min(max(0.0, end - time.monotonic()), threading.TIMEOUT_MAX)
+        if arrived.acquire(timeout=left):
+            return True
+        self._forget(arrived.release)
+        return False
 
     result = get
 
@@ -177,6 +193,9 @@ class Future(Generic[R]):
                 local.set_exception(error)
 
         def tell_loop() -> None:
+            if asyncio._get_running_loop() is loop:
+                loop.call_soon(settle)
+                return
             try:
                 loop.call_soon_threadsafe(settle)
             except RuntimeError:

@@ -46,7 +46,7 @@ class LocalHost:
 
     def _new_id(self) -> None:
         self.id = new_host_id(self.name)
-        self._hub.expect(self.id)
+        self._hub.expect(self.id, watched=True)
         self._on_new_id(self.id)
 
     def ensure(self, host: str) -> None:

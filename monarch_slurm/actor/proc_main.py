@@ -10,6 +10,7 @@ import sys
 from collections import deque
 from pathlib import Path
 
+from monarch_slurm.actor import driving
 from monarch_slurm.actor.birth import make_cell
 from monarch_slurm.actor.code_sync.receiver import set_agent_folder
 from monarch_slurm.actor.context import set_client_boot
@@ -38,7 +39,13 @@ class _Proc:
         self._spec = spec
         self._loop = Loop()
         address = Address(spec.host, spec.proc)
-        self._link = StreamLink(self._loop, lambda _, message: self._take(message), self._broken, self._agent_gone)
+        self._link = StreamLink(
+            self._loop,
+            lambda _, message: self._take(message),
+            self._broken,
+            self._agent_gone,
+            lambda _, message: not self._starting and not self._held and self._runtime.handle_at_once(message),
+        )
         self._link.connect(Path(spec.agent_socket), spec.proc)
         send = not_in_forks(self._link.send)
         self._runtime = Runtime(address, spec.host_name, send, make_cell, spec.incarnation)
@@ -51,6 +58,7 @@ class _Proc:
         self._held: deque[Message] = deque()
         self._debugging = Debugging(self._runtime, self._loop.run_until)
         self._debugging.install()
+        driving.set_link(self._link)
 
     def run(self) -> int:
         self._link.send(Message("hello", Address(self._spec.host, AGENT), self._runtime.address))

@@ -168,14 +168,24 @@ class Runtime:
 
     # ---- taking
 
+    def handle_at_once(self, message: Message) -> bool:
+        """Take a message that any thread may take: an answer, or a call of an actor here. False for any other."""
+        fields = message.fields
+        if message.kind == "port":
+            self.replies.take(fields["port"], fields["rank"], fields["status"], message.body)
+        elif message.kind == "cast" and fields["op"] == "call" and fields["mesh"] not in self.on_demand:
+            self._cast(message)
+        else:
+            return False
+        return True
+
     def handle(self, message: Message) -> bool:
         """Take a message of the actor layer; False if it is of another kind. On the I/O thread."""
         kind = message.kind
+        if self.handle_at_once(message):
+            return True
         if kind == "cast":
             self._cast(message)
-        elif kind == "port":
-            fields = message.fields
-            self.replies.take(fields["port"], fields["rank"], fields["status"], message.body)
         elif kind == "proc_down":
             self._proc_down(ProcDown(**message.fields))
         elif kind == "host_down":
@@ -185,9 +195,8 @@ class Runtime:
         elif kind == "actor_down":
             self._actor_down(ActorDown(**message.fields), message.src)
         elif kind == "describe":
-            fields = message.fields
             rows = [cell.describe() for cell in list(self._cells.values())]
-            self.post((*message.src, fields["port"]), fields["rank"], VALUE, dumps(rows))
+            self.post((*message.src, message.fields["port"]), message.fields["rank"], VALUE, dumps(rows))
         elif kind == "procs_restart":
             self._procs_restart(ProcsRestart.from_fields(message.fields))
         elif kind == "proc_failed":
@@ -201,8 +210,7 @@ class Runtime:
         return True
 
     def _cast(self, message: Message) -> None:
-        fields = message.fields
-        mesh, operation = fields["mesh"], fields["op"]
+        fields, mesh, operation = message.fields, message.fields["mesh"], message.fields["op"]
         if operation == "spawn":
             if mesh in self._cells:
                 return  # one of those that were made anew
@@ -223,15 +231,12 @@ class Runtime:
         if cell_here is None:
             refused = self._ended_cells.get(mesh, _NO_SUCH_ACTOR)
         if refused and asker is not None and not self._is_failing(cell_here):
-            self._tell_refused(mesh, refused, asker)
+            ended = asdict(ActorDown(mesh, -1, refused, None, False, self.host_name, os.getpid()))
+            self.send(Message("actor_down", asker, self.address, ended))
 
     def _is_failing(self, cell: Cell | None) -> bool:
         """Return whether this process ends for an actor that has failed: askers are told by the news of that end."""
-        return self._failing or (cell is not None and cell.failed and self.on_failed is not None and _kept(cell))
-
-    def _tell_refused(self, mesh: str, reason: str, process: Address) -> None:
-        down = ActorDown(mesh, -1, reason, None, False, self.host_name, os.getpid())
-        self.send(Message("actor_down", process, self.address, asdict(down)))
+        return self._failing or (cell is not None and cell.failed and self.on_failed is not None and cell.kept)
 
     def _proc_down(self, down: ProcDown) -> None:
         with self._lock:
@@ -386,7 +391,7 @@ class Runtime:
         """
         mesh, layout = cell.ref.mesh, cell.ref.layout
         with self._lock:
-            self._failing = self._failing or (failed and self.on_failed is not None and _kept(cell))
+            self._failing = self._failing or (failed and self.on_failed is not None and cell.kept)
             self._ended_cells[mesh] = event
             self._cells.pop(mesh, None)
         if self._failing:
@@ -400,11 +405,6 @@ class Runtime:
 
     def stop_cells(self, reason: str, timeout: float) -> list[Cell]:
         """Ask every actor here to stop, within ``timeout`` seconds; return those that still have to."""
-        cells = list(self._cells.values())
-        for cell in cells:
+        for cell in (cells := list(self._cells.values())):
             cell.stop(reason, timeout / 2)
         return cells
-
-
-def _kept(cell: Cell) -> bool:
-    return cell.ref.layout.keeper is not None

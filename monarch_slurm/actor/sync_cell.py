@@ -7,6 +7,7 @@ import logging
 import queue
 from typing import Any
 
+from monarch_slurm.actor import driving
 from monarch_slurm.actor.cell import Cell, EndActor, Stop
 from monarch_slurm.actor.context import Context, set_context
 from monarch_slurm.actor.errors import MeshFailure
@@ -23,9 +24,12 @@ class SyncCell(Cell):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._inbox: queue.SimpleQueue[Call | Stop | None] = queue.SimpleQueue()
+        self._drives = False
 
     def _enqueue(self, item: Call | Stop | None) -> None:
         self._inbox.put(item)
+        if self._drives:
+            driving.wake()
 
     def _backlog(self) -> int:
         return self._inbox.qsize()
@@ -48,14 +52,26 @@ class SyncCell(Cell):
 
     def _serve(self) -> Stop:
         while True:
-            item = self._inbox.get()
+            item = self._next()
             while self._control:
                 self._control.popleft()()
             if isinstance(item, Stop):
                 return item
             if item is not None:
                 self._handle(item)
+                item = None  # its large buffers are free for their sender
                 self._doing = ""
+
+    def _next(self) -> Call | Stop | None:
+        """Return the next item; while there is none, this thread reads what comes to the process."""
+        if self._inbox.empty():
+            self._drives = True
+            driving.drive(self._has_items, idle=True)
+            self._drives = False
+        return self._inbox.get()
+
+    def _has_items(self) -> bool:
+        return not self._inbox.empty()
 
     def _supervise(self, failure: MeshFailure) -> None:
         try:

@@ -32,6 +32,7 @@ from monarch_slurm.wire import (
     UnknownPeerError,
     WireError,
 )
+from monarch_slurm.wire.bulk import in_place
 from monarch_slurm.wire.frames import encode
 from monarch_slurm.wire.limits import make_context
 from monarch_slurm.wire.pickling import Buffer
@@ -166,7 +167,7 @@ class Branch:
         self._pass_up([self._folder.take(self._loop.clock()), *passing])
 
     def _pass_up(self, parts: list[Buffer]) -> None:
-        data = b"".join(parts)
+        data = b"".join(map(in_place, parts))
         if not data:
             return
         if self._above is not None and self._linked:

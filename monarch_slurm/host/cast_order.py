@@ -53,7 +53,20 @@ class CastOrder:
             self.directs += 1
             self._deliver(message)
             if self._shares:
-                self._go_on()
+                self.go_on()
+
+    def is_idle(self) -> bool:
+        """Return whether nothing waits for its turn."""
+        return not self._held and not self._shares
+
+    def went_by(self) -> bool:
+        """A direct message has come while nothing waited, and was handed on by who took it, on any thread.
+
+        Returns:
+            Whether a share has come meanwhile, so that `go_on` has to be called.
+        """
+        self.directs += 1
+        return bool(self._shares)
 
     def barrier(self, number: int) -> None:
         """What comes directly from here on was sent after the cast ``number``."""
@@ -64,9 +77,10 @@ class CastOrder:
         """The share of the cast ``number`` has come; ``after`` is the one before, ``directs`` what went before it."""
         if number > self.last:
             self._shares[after] = _Share(number, directs, message)
-            self._go_on()
+            self.go_on()
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
+        """Hand on what waits, if it is its turn."""
         going = True
         while going:
             going = False

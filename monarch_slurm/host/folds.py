@@ -16,6 +16,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 
 from monarch_slurm.wire import CONTROLLER, Message, WireError, pack
+from monarch_slurm.wire.bulk import in_place
 from monarch_slurm.wire.pickling import Buffer
 
 SMALL_BYTES = 4096
@@ -48,7 +49,7 @@ class Folder:
     def add(self, message: Message) -> bool:
         """Add an answer; return whether it is the first since `take`."""
         fields = message.fields
-        frames = [bytes(frame) for frame in message.body]
+        frames = [bytes(in_place(frame)) for frame in message.body]
         self._waiting.append((fields["port"], fields["rank"], fields["status"], frames))
         return len(self._waiting) == 1
 
@@ -96,7 +97,7 @@ def entries(body: Sequence[Buffer]) -> Iterator[tuple[str, int, int, list[Any]]]
     """
     for frame in body:
         unpacker = msgpack.Unpacker(max_buffer_size=0)
-        unpacker.feed(frame)
+        unpacker.feed(in_place(frame))
         try:
             yield from unpacker
         except (ValueError, TypeError, msgpack.UnpackException) as error:

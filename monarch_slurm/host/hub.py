@@ -29,6 +29,7 @@ from monarch_slurm.wire import (
     Liveness,
     Loop,
     Message,
+    StreamLink,
     UnknownPeerError,
     WireError,
 )
@@ -36,9 +37,6 @@ from monarch_slurm.wire.agent_links import AgentLinks
 from monarch_slurm.wire.sockets import bind_tcp, make_router
 
 logger = logging.getLogger(__name__)
-
-_GRACE_SECONDS = 0.2
-"""From the end of a connection with an agent of this machine to the verdict that its host is lost."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,8 @@ class Hub:
         on_message: called on the loop's thread with every message for the controller process itself.
         on_joined: called with each host whose agent has joined.
         on_host_down: called once for each host that has ended or is given up.
+        on_quick: called before ``on_message`` for some messages of agents of this machine, on the thread that reads;
+            true: it has taken the message.
 
     Attributes:
         places: which hosts have taken the place of others; what is sent to one of those goes to its stand-in.
@@ -75,17 +75,20 @@ class Hub:
         on_message: Callable[[Message], None],
         on_joined: Callable[[HostInfo], None],
         on_host_down: Callable[[HostDown], None],
+        on_quick: Callable[[Message], bool] = lambda message: False,
     ) -> None:
         self._loop = loop
         self._keys = keys
         self._on_message = on_message
         self._on_joined = on_joined
         self._on_host_down = on_host_down
+        self._on_quick = on_quick
         self.places = Places()
         self.find_stand_in: Callable[[HostDown], tuple[str, str] | None] = lambda down: None
         self.hosts: dict[str, HostInfo] = {}
         self._endpoints: dict[str, str] = {}
         self._expected: dict[str, list[Message]] = {}
+        self._watched: set[str] = set()
         self._lock = threading.RLock()
         self._gone: dict[str, HostDown] = {}
         current = settings()
@@ -96,11 +99,16 @@ class Hub:
         self._gatekeeper = Gatekeeper(self._context, router, keys)
         loop.call_soon(lambda: self._gatekeeper.attach(loop))
         self._link = AgentLinks(
-            loop, router, self._from_agent, self._agent_fault, self._agent_closed, lambda peer, message: False
+            loop, router, self._from_agent, self._agent_fault, self._agent_closed, self._quickly_from_agent
         )
         self._orders: dict[str, CastOrder] = {}
         self._caster = Caster(current.max_cast_fanout, self._link.send)
         loop.call_soon(self._beat)
+
+    @property
+    def near(self) -> StreamLink:
+        """The connections with agents of this machine."""
+        return self._link.near
 
     @property
     def addresses(self) -> list[str]:
@@ -170,10 +178,16 @@ class Hub:
                 self._redirect(message)
                 self._send_quietly(message)
 
-    def expect(self, host: str) -> None:
-        """Keep what is sent to ``host`` until its agent joins."""
+    def expect(self, host: str, watched: bool = False) -> None:
+        """Keep what is sent to ``host`` until its agent joins.
+
+        Args:
+            watched: the end of its process is told by `give_up`, which says more than that a connection is gone.
+        """
         with self._lock:
             self._expected[host] = []
+            if watched:
+                self._watched.add(host)
 
     def has_ended(self, host: str) -> bool:
         """Return whether the agent of ``host`` has ended, or was given up."""
@@ -286,14 +300,23 @@ class Hub:
                 self._tell_agents(message, but=message.src.host)
             self._on_message(message)
 
+    def _quickly_from_agent(self, peer: str, message: Message) -> bool:
+        order = self._orders.get(peer)
+        if order is None or peer in self._gone or message.dst != CONTROLLER or message.src.host != peer:
+            return False
+        if not order.is_idle() or not self._on_quick(message):
+            return False
+        if order.went_by():
+            self._loop.call_soon(order.go_on)
+        return True
+
     def _agent_fault(self, peer: str, error: WireError) -> None:
         if peer in self.hosts:
             self._host_down(peer, f"the connection to its agent broke: {error}")
 
     def _agent_closed(self, peer: str) -> None:
-        """Of a child of this process more is known in a moment: how it ended."""
-        gone = "the connection to its agent is gone"
-        self._loop.call_later(_GRACE_SECONDS, lambda: self._host_down(peer, gone))
+        if peer not in self._watched:
+            self._host_down(peer, "the connection to its agent is gone")
 
     def _joined(self, peer: str, message: Message) -> None:
         fields = message.fields
@@ -338,7 +361,7 @@ class Hub:
             try:
                 self._link.send(Message("heartbeat", Address(peer, AGENT), CONTROLLER, acknowledged), peer)
             except UnknownPeerError:  # its process has died, and its kernel said so
-                self._host_down(peer, "the connection to its agent is gone")
+                self._agent_closed(peer)
         self._loop.call_later(self._interval, self._beat)
 
     def _host_down(self, peer: str, cause: str) -> None:

@@ -17,6 +17,7 @@ from monarch_slurm.rdma import errors
 from monarch_slurm.rdma.engine import remaining
 from monarch_slurm.rdma.errors import PeerLostError, RDMAError, RDMATimeoutError
 from monarch_slurm.wire import Address, pack, unpack
+from monarch_slurm.wire.bulk import in_place
 from monarch_slurm.wire.pickling import Buffer
 
 Fields = dict[str, Any]
@@ -88,7 +89,7 @@ class Control:
         watch_process(self._runtime, process, on_lost)
 
     def _asked(self, _: int, __: str, frames: Sequence[Buffer]) -> None:
-        body = bytes(frames[0])
+        body = bytes(in_place(frames[0]))
         self._spawn(lambda: self._answer(body))
 
     def _answer(self, body: bytes) -> None:

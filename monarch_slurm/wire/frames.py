@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.wire.bulk import in_place
 from monarch_slurm.wire.pickling import Buffer
 from monarch_slurm.wire.plain import UnpackError, pack, unpack
 
@@ -69,12 +70,12 @@ def encode(message: Message, number: int) -> list[Buffer]:
     """Return the frames of ``message`` with the sequence number ``number``."""
     if message.encoded is not None:
         first, *rest = message.encoded
-        return [_SEQUENCE.pack(number) + memoryview(first)[_SEQUENCE.size :], *rest]
+        return [_SEQUENCE.pack(number) + memoryview(in_place(first))[_SEQUENCE.size :], *rest]
     header = pack([message.kind, message.dst, message.src, message.fields])
     rest = list(message.body)
     if rest and len(rest[0]) <= _INLINE_BODY_BYTES:
         inline = rest.pop(0)
-        return [b"".join((_PREFIX.pack(number, len(header) | _INLINE), header, inline)), *rest]
+        return [b"".join((_PREFIX.pack(number, len(header) | _INLINE), header, in_place(inline))), *rest]
     return [_PREFIX.pack(number, len(header)) + header, *rest]
 
 
@@ -86,7 +87,7 @@ def number_of(frames: Sequence[Buffer]) -> int:
     """
     if not frames or len(frames[0]) < _PREFIX.size:
         raise WireError(f"not a message: {len(frames)} frames, the first of {len(frames[0]) if frames else 0} bytes")
-    number: int = _SEQUENCE.unpack_from(frames[0])[0]
+    number: int = _SEQUENCE.unpack_from(in_place(frames[0]))[0]
     return number
 
 
@@ -97,7 +98,7 @@ def decode(frames: Sequence[Buffer]) -> Message:
         WireError: they are something else.
     """
     number_of(frames)
-    first = frames[0]
+    first = in_place(frames[0])
     length: int = _PREFIX.unpack_from(first)[1]
     inline, length = length & _INLINE, length & ~_INLINE
     end = _PREFIX.size + length
@@ -108,8 +109,8 @@ def decode(frames: Sequence[Buffer]) -> Message:
         (dst_host, dst_proc), (src_host, src_proc) = dst, src
     except UnpackError as error:
         raise WireError(f"not a message header: {error!r}") from None
-    texts = (kind, dst_host, dst_proc, src_host, src_proc)
-    if not all(isinstance(text, str) for text in texts) or not isinstance(fields, dict):
-        raise WireError(f"not a message header: {texts!r}")
+    texts = type(kind) is type(dst_host) is type(dst_proc) is type(src_host) is type(src_proc) is str
+    if not texts or type(fields) is not dict:
+        raise WireError(f"not a message header: {(kind, dst, src)!r}")
     body: list[Buffer] = [memoryview(first)[end:], *frames[1:]] if inline else [*frames[1:]]
     return Message(kind, Address(dst_host, dst_proc), Address(src_host, src_proc), fields, body, [*frames])

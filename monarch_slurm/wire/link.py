@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 import zmq
 
+from monarch_slurm.wire.bulk import Bulk, PlainBuffer, in_place
 from monarch_slurm.wire.frames import Message, WireError, decode, encode, number_of
 from monarch_slurm.wire.loop import Loop
-from monarch_slurm.wire.pickling import Buffer
+from monarch_slurm.wire.pickling import PIECE_BYTES, Buffer, pieces_of
 
 MessageHandler = Callable[[str, Message], None]
 FaultHandler = Callable[[str, WireError], None]
@@ -31,6 +32,17 @@ _COPY_BYTES = 64 * 1024
 
 _BATCH = 64
 """Messages that are taken from the socket in one go; senders wait for the socket meanwhile."""
+
+
+def _as_far_frames(frames: list[Buffer]) -> list[PlainBuffer]:
+    """Return frames as they leave the machine: files of memory are mapped, and cut into pieces."""
+    if all(isinstance(frame, bytes) for frame in frames):
+        return frames  # type: ignore[return-value]
+    found: list[PlainBuffer] = []
+    for frame in frames:
+        pieces = pieces_of(frame) if isinstance(frame, Bulk) and len(frame) > PIECE_BYTES else [frame]
+        found += map(in_place, pieces)
+    return found
 
 
 class UnknownPeerError(Exception):
@@ -81,7 +93,7 @@ class Link:
                 return
             number = self._sent.get(peer, 0)
             try:
-                self._send_frames(peer, encode(message, number))
+                self._send_frames(peer, _as_far_frames(encode(message, number)))
                 self._sent[peer] = number + 1
             finally:
                 self._look_again()
@@ -122,7 +134,7 @@ class Link:
             for frames in arrived:
                 self._take(frames)
 
-    def _send_frames(self, peer: str, frames: list[Buffer]) -> None:
+    def _send_frames(self, peer: str, frames: list[PlainBuffer]) -> None:
         send = self._socket.send
         try:
             if self._routes:

@@ -13,15 +13,16 @@ import cloudpickle
 
 from monarch_slurm.config import settings
 from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.wire.bulk import Bulk, PlainBuffer, in_bulk, in_place
 
-Buffer = bytes | bytearray | memoryview
+Buffer = PlainBuffer | Bulk
 
 OUT_OF_BAND_BYTES = 64 * 1024
 """Buffers of this size and more leave the pickle stream."""
 
 PIECE_BYTES = 8 * 2**20
-"""What is larger travels in pieces of this size and a last one that is smaller, so that no socket need accept frames of
-any size: a stranger who announces one is refused before there is memory for it.
+"""What is larger travels between machines in pieces of this size and a last one that is smaller, so that no socket need
+accept frames of any size: a stranger who announces one is refused before there is memory for it.
 """
 
 
@@ -68,7 +69,7 @@ def dumps(value: Any) -> list[Buffer]:
         if raw.nbytes < OUT_OF_BAND_BYTES:
             return True
         # Bytes cannot change any more; everything else is copied now, because it leaves after this returns.
-        buffers.append(raw if type(raw.obj) is bytes else bytes(raw))
+        buffers.append(raw if type(raw.obj) is bytes else _copy(raw))
         return False
 
     stream = io.BytesIO()
@@ -83,8 +84,7 @@ def loads(frames: Sequence[Buffer]) -> Any:
     """
     if any(len(frame) == PIECE_BYTES for frame in frames):
         frames = _whole(frames)
-    buffers = [frame if type(frame) is bytearray else bytearray(frame) for frame in frames[1:]]
-    return pickle.loads(frames[0], buffers=buffers)
+    return pickle.loads(in_place(frames[0]), buffers=map(_own, frames[1:]))
 
 
 def _in_pieces(frames: list[Buffer]) -> list[Buffer]:
@@ -93,18 +93,24 @@ def _in_pieces(frames: list[Buffer]) -> list[Buffer]:
     limit = settings().max_frame_length
     pieces: list[Buffer] = []
     for frame in frames:
-        size = len(frame)
-        if size > limit:
+        if len(frame) > limit:
             raise TooLargeError(
-                f"a value of {size} bytes, and {limit} may travel (setting max_frame_length, which is the same in all "
-                "processes of the job)"
+                f"a value of {len(frame)} bytes, and {limit} may travel (setting max_frame_length, which is the same "
+                "in all processes of the job)"
             )
-        view = memoryview(frame)
-        # The last piece is smaller than the others, empty if need be: so it is known as the last.
-        pieces += [view[start : start + PIECE_BYTES] for start in range(0, size, PIECE_BYTES)]
-        if size and size % PIECE_BYTES == 0:
-            pieces.append(b"")
+        # A file stays whole for as long as it does not leave the machine.
+        pieces += pieces_of(frame) if not isinstance(frame, Bulk) or len(frame) == PIECE_BYTES else [frame]
     return pieces
+
+
+def pieces_of(frame: Buffer) -> list[Buffer]:
+    """Return ``frame`` in pieces of `PIECE_BYTES`. One that is smaller comes last, so that the last is known."""
+    size = len(frame)
+    if size < PIECE_BYTES:
+        return [frame]
+    view = memoryview(in_place(frame))
+    pieces: list[Buffer] = [view[start : start + PIECE_BYTES] for start in range(0, size, PIECE_BYTES)]
+    return pieces if size % PIECE_BYTES else [*pieces, b""]
 
 
 def _whole(frames: Sequence[Buffer]) -> list[Buffer]:
@@ -113,10 +119,22 @@ def _whole(frames: Sequence[Buffer]) -> list[Buffer]:
     pieces: list[Buffer] = []
     for frame in frames:
         pieces.append(frame)
-        if len(frame) < PIECE_BYTES:
-            whole.append(bytearray().join(pieces) if len(pieces) > 1 else frame)
+        if len(frame) != PIECE_BYTES:
+            whole.append(bytearray().join(map(in_place, pieces)) if len(pieces) > 1 else frame)
             pieces = []
     return whole
+
+
+def _copy(raw: memoryview) -> Buffer:
+    frame = in_bulk(raw)
+    return bytes(raw) if frame is raw else frame
+
+
+def _own(frame: Buffer) -> PlainBuffer:
+    """Return memory that nobody else writes to or reads."""
+    if isinstance(frame, Bulk):
+        return frame.view()
+    return frame if type(frame) is bytearray else bytearray(frame)
 
 
 def to_bytes(value: Any) -> bytes:

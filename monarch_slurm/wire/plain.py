@@ -6,6 +6,7 @@ from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
 
+from monarch_slurm.wire.bulk import in_place
 from monarch_slurm.wire.pickling import Buffer
 
 UnpackError = (ValueError, TypeError, msgpack.UnpackException)
@@ -24,4 +25,4 @@ def unpack(data: Buffer) -> Any:
     Raises:
         UnpackError: ``data`` is something else.
     """
-    return msgpack.unpackb(data, strict_map_key=False)
+    return msgpack.unpackb(in_place(data), strict_map_key=False)

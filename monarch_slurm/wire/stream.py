@@ -2,10 +2,15 @@
 
 A packet is the number of its frames (4 bytes), the length of each (8 bytes), and the frames. Neither end has a thread
 for it: whoever sends writes, and what does not fit into the socket waits in a queue until there is room.
+
+A large frame is not among them: its length is marked, and the descriptor of a file with its bytes (`Bulk`) goes along
+with the head of the packet.
 """
 
 from __future__ import annotations
 
+import array
+import errno
 import itertools
 import os
 import socket
@@ -16,7 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from monarch_slurm.config import settings
+from monarch_slurm.wire.bulk import BULK_BYTES, MAX_BULKS, Bulk, PlainBuffer, in_bulk, in_place
 from monarch_slurm.wire.frames import WireError
+from monarch_slurm.wire.limits import descriptor_limit
 from monarch_slurm.wire.pickling import Buffer
 
 MAX_FRAMES = 1 << 16
@@ -32,6 +39,13 @@ _LARGE_BYTES = 64 * 1024
 
 _BUFFERS = 512
 """Buffers that are written in one go; the kernel takes 1,024."""
+
+_BULK = 1 << 63
+"""Mark of the length of a frame whose descriptor comes along."""
+
+_DESCRIPTOR_SPACE = socket.CMSG_SPACE(4 * MAX_BULKS)
+_Entry = tuple[memoryview, tuple[Bulk, ...]]
+"""Bytes that wait to be written, and the files that go with the first of them."""
 
 _SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
@@ -72,6 +86,21 @@ def dial(path: Path) -> socket.socket:
     return connection
 
 
+def _sort_out(frames: Sequence[Buffer]) -> tuple[list[int], list[PlainBuffer], list[Bulk]]:
+    """Return the lengths of frames as they are written, those that are written, and those that go along."""
+    lengths: list[int] = []
+    plain: list[PlainBuffer] = []
+    bulks: list[Bulk] = []
+    for frame in map(in_bulk, frames):
+        if isinstance(frame, Bulk) and len(bulks) < MAX_BULKS:
+            bulks.append(frame)
+            lengths.append(len(frame) | _BULK)
+        else:
+            plain.append(in_place(frame))
+            lengths.append(len(frame))
+    return lengths, plain, bulks
+
+
 class Stream:
     """One connected Unix socket.
 
@@ -87,7 +116,7 @@ class Stream:
         self.fd = connection.fileno()
         self.lock = threading.Lock()
         """Guards writing; to be held by whoever calls `write`, `flush` or `close`."""
-        self.queue: deque[memoryview] = deque()
+        self.queue: deque[_Entry] = deque()
         """What has not left yet."""
         self.ended = False
         """Whether the other end has closed, and all that it sent has been read."""
@@ -96,6 +125,7 @@ class Stream:
         self._rest = b""
         self._lengths: deque[int] = deque()
         self._frames: list[Buffer] = []
+        self._descriptors: deque[int] = deque()
         self._hole: memoryview | None = None
         """The part of a large frame that has not arrived."""
 
@@ -111,23 +141,30 @@ class Stream:
             PeerGoneError: the other end is gone.
         """
         lengths = list(map(len, frames))
+        bulks: list[Bulk] = []
+        plain: Sequence[PlainBuffer] = frames  # type: ignore[assignment]
+        if max(lengths) >= BULK_BYTES:
+            lengths, plain, bulks = _sort_out(frames)
         head = struct.pack(f"<I{len(lengths)}Q", len(lengths), *lengths)
-        if self.queue or later or len(frames) >= _BUFFERS:
-            self.queue.append(memoryview(head))
-            self.queue.extend(map(memoryview, filter(len, frames)))
-            return False
+        if self.queue or later or bulks or len(frames) >= _BUFFERS:
+            waits = later or bool(self.queue)
+            self._enqueue(head, plain, tuple(bulks))
+            return not waits and self.flush()
         try:
-            sent = self._socket.sendmsg([head, *frames], (), _SEND_FLAGS)
+            sent = self._socket.sendmsg([head, *plain], (), _SEND_FLAGS)
         except BlockingIOError:
             sent = 0
         except OSError as error:
             raise PeerGoneError(str(error)) from None
         if sent == len(head) + sum(lengths):
             return True
-        self.queue.append(memoryview(head))
-        self.queue.extend(map(memoryview, filter(len, frames)))
+        self._enqueue(head, plain, ())
         self._advance(sent)
         return False
+
+    def _enqueue(self, head: bytes, frames: Sequence[PlainBuffer], bulks: tuple[Bulk, ...]) -> None:
+        self.queue.append((memoryview(head), bulks))
+        self.queue.extend((memoryview(frame), ()) for frame in frames if len(frame))
 
     def flush(self) -> bool:
         """Write what is queued, as far as there is room; return whether nothing is left.
@@ -136,11 +173,20 @@ class Stream:
             PeerGoneError: the other end is gone.
         """
         while self.queue:
+            bulks = self.queue[0][1]
+            views = [self.queue[0][0]]
+            for view, others in itertools.islice(self.queue, 1, _BUFFERS):
+                if others:
+                    break
+                views.append(view)
+            along = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [bulk.fd for bulk in bulks]))]
             try:
-                sent = self._socket.sendmsg(list(itertools.islice(self.queue, _BUFFERS)), (), _SEND_FLAGS)
+                sent = self._socket.sendmsg(views, along if bulks else (), _SEND_FLAGS)
             except BlockingIOError:
                 return False
             except OSError as error:
+                if error.errno == errno.ETOOMANYREFS:  # files that nobody has taken yet; they will be
+                    return False
                 self.queue.clear()
                 raise PeerGoneError(str(error)) from None
             self._advance(sent)
@@ -149,9 +195,9 @@ class Stream:
     def _advance(self, sent: int) -> None:
         queue = self.queue
         while sent:
-            first = queue[0]
+            first = queue[0][0]
             if len(first) > sent:
-                queue[0] = first[sent:]
+                queue[0] = first[sent:], ()
                 return
             sent -= len(first)
             queue.popleft()
@@ -167,10 +213,11 @@ class Stream:
         packets: list[list[Buffer]] = []
         if self._hole is not None:
             self._fill()
-            if self._hole is not None or self._lengths:
-                return packets
-            packets.append(self._frames)
-            self._frames = []
+            if self._hole is None and self._lengths:
+                self._rest = self._parse(b"", packets)  # what comes next may need no more bytes
+            elif self._hole is None:
+                packets.append(self._frames)
+                self._frames = []
             return packets
         size = self._receive(self._window)
         if size:
@@ -183,14 +230,21 @@ class Stream:
         self.queue.clear()
         self.ended = True
         self._socket.close()
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
 
     def _receive(self, into: memoryview) -> int:
         try:
-            size = self._socket.recv_into(into)
+            size, along, flags, _ = self._socket.recvmsg_into([into], _DESCRIPTOR_SPACE, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return 0
         except OSError:
-            size = 0
+            size, along, flags = 0, [], 0
+        for level, kind, data in along:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._descriptors.extend(array.array("i", data[: len(data) // 4 * 4]))
+        if flags & socket.MSG_CTRUNC:
+            raise WireError(f"a large buffer could not be taken: {descriptor_limit('each takes one on its way')}")
         self.ended = self.ended or size == 0
         return size
 
@@ -200,6 +254,14 @@ class Stream:
             if size == 0:
                 return
             self._hole = self._hole[size:] if size < len(self._hole) else None
+
+    def _take_bulk(self, size: int) -> Bulk:
+        if not self._descriptors:
+            raise WireError("a large buffer was announced, and did not come along")
+        bulk = Bulk(self._descriptors.popleft(), size)
+        if not bulk.is_whole():
+            raise WireError(f"a large buffer is not {size} sealed bytes of memory")
+        return bulk
 
     def _parse(self, data: bytes, packets: list[list[Buffer]]) -> bytes:
         """Take packets off ``data``; return what is left of it."""
@@ -215,15 +277,18 @@ class Stream:
                 if end < start:
                     return data[at:]
                 lengths = struct.unpack_from(f"<{count}Q", data, at + _COUNT.size)
-                if max(lengths) > self._max_frame:
+                longest = max(length & ~_BULK for length in lengths) if count > 1 else lengths[0] & ~_BULK
+                if longest > self._max_frame:
                     raise WireError(
-                        f"a frame of {max(lengths)} bytes; {self._max_frame} are allowed (setting max_frame_length)"
+                        f"a frame of {longest} bytes; {self._max_frame} are allowed (setting max_frame_length)"
                     )
                 self._lengths.extend(lengths)
                 at = start
             while self._lengths:
                 length = self._lengths[0]
-                if end - at >= length:
+                if length & _BULK:
+                    self._frames.append(self._take_bulk(length & ~_BULK))
+                elif end - at >= length:
                     self._frames.append(data[at : at + length])
                     at += length
                 elif length >= _LARGE_BYTES:

@@ -13,25 +13,25 @@ import contextlib
 import logging
 import os
 import select
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from monarch_slurm.wire.bulk import in_bulk
 from monarch_slurm.wire.frames import Message, WireError, decode, encode, number_of
 from monarch_slurm.wire.link import SOLE_PEER, FaultHandler, MessageHandler, UnknownPeerError
 from monarch_slurm.wire.loop import Loop
 from monarch_slurm.wire.pickling import Buffer
-from monarch_slurm.wire.stream import PeerGoneError, Stream, dial
+from monarch_slurm.wire.stream import PeerGoneError, dial
 from monarch_slurm.wire.stream_listener import StreamListener
+from monarch_slurm.wire.stream_peer import Peer, greeting, name_in
 
 logger = logging.getLogger(__name__)
 
 QuickHandler = Callable[[str, Message], bool]
 ClosedHandler = Callable[[str], None]
 
-_GREETING = b"monarch_slurm 1 "
 _ACCEPT_SECONDS = 1.0
 """Pause after a connection that could not be taken."""
 
@@ -43,17 +43,6 @@ _DRIVER_SECONDS = 1.0
 
 _READABLE = select.EPOLLIN
 _WRITABLE = select.EPOLLIN | select.EPOLLOUT
-
-
-class _Peer:
-    def __init__(self, connection: socket.socket, name: str | None) -> None:
-        self.stream = Stream(connection)
-        self.name = name
-        self.sent = 0
-        self.received = 0
-        self.to_flush = False
-        self.blocked = False
-        """Whether the epoll tells when there is room."""
 
 
 class StreamLink:
@@ -85,14 +74,17 @@ class StreamLink:
         self._on_quick = on_quick
         self._batch = batch
         self._peer_kind = peer_kind
-        self._peers: dict[str, _Peer] = {}
-        self._by_fd: dict[int, _Peer] = {}
+        self._peers: dict[str, Peer] = {}
+        self._by_fd: dict[int, Peer] = {}
         self._listener: StreamListener | None = None
         self._epoll = select.epoll()
+        self.fd = self._epoll.fileno()
+        """Readable when something waits to be read."""
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._reading = threading.Lock()
         self._driver = 0
+        self._idle = self._asked_to_leave = False
         # Calls that a driver has left to the loop, and those of them that the loop has made.
         self._handed = self._handled = 0
         self._closed = False
@@ -100,7 +92,7 @@ class StreamLink:
 
     def _register(self) -> None:
         if not self._closed:
-            self._loop.add_reader(self._epoll.fileno(), self.read)
+            self._loop.add_reader(self.fd, self.read)
 
     def listen(self, path: Path) -> None:
         """Take connections on the Unix socket ``path``, from processes of this user only.
@@ -118,8 +110,8 @@ class StreamLink:
             OSError: nobody listens there.
             StrangerError: it is another user's.
         """
-        peer = _Peer(dial(path), SOLE_PEER)
-        self._write(peer, [_GREETING + name.encode()])
+        peer = Peer(dial(path), SOLE_PEER)
+        self._write(peer, greeting(name))
         self._add(peer)
         self._peers[SOLE_PEER] = peer
 
@@ -139,6 +131,8 @@ class StreamLink:
             if peer == SOLE_PEER:
                 return  # it is gone, and so will be this process
             raise UnknownPeerError(peer)
+        if message.encoded is not None and len(message.encoded) > 1:
+            message.encoded[1:] = map(in_bulk, message.encoded[1:])  # once for all whom it is passed on to
         with to.stream.lock:
             frames = encode(message, to.sent)
             to.sent += 1
@@ -148,7 +142,7 @@ class StreamLink:
                 if peer != SOLE_PEER:
                     raise UnknownPeerError(peer) from None
 
-    def _write(self, peer: _Peer, frames: list[Buffer]) -> None:
+    def _write(self, peer: Peer, frames: list[Buffer]) -> None:
         stream = peer.stream
         if stream.ended:
             raise PeerGoneError
@@ -162,17 +156,17 @@ class StreamLink:
         else:
             self._mark(peer, not stream.write(frames))
 
-    def _mark(self, peer: _Peer, blocked: bool) -> None:
+    def _mark(self, peer: Peer, blocked: bool) -> None:
         if blocked != peer.blocked:
             peer.blocked = blocked
             if peer.stream.fd in self._by_fd:
                 self._epoll.modify(peer.stream.fd, _WRITABLE if blocked else _READABLE)
 
-    def _flush(self, peer: _Peer) -> None:
+    def _flush(self, peer: Peer) -> None:
         with peer.stream.lock, contextlib.suppress(PeerGoneError):  # what reads it, sees that
             self._flush_locked(peer)
 
-    def _flush_locked(self, peer: _Peer) -> None:
+    def _flush_locked(self, peer: Peer) -> None:
         peer.to_flush = False
         if not peer.stream.ended:
             self._mark(peer, not peer.stream.flush())
@@ -209,20 +203,20 @@ class StreamLink:
         if self._closed:
             return
         self._closed = True
-        self.wake()
+        os.eventfd_write(self._wake_fd, 1)
         if not self._reading.acquire(timeout=_DRIVER_SECONDS):
             return
         deadline = time.monotonic() + linger_ms / 1000
         for peer in list(self._by_fd.values()):
             self._linger(peer, deadline)
             self._remove(peer)
-        self._loop.remove_reader(self._epoll.fileno())
+        self._loop.remove_reader(self.fd)
         if self._listener is not None:
             self._listener.close()
         self._epoll.close()
         os.close(self._wake_fd)
 
-    def _linger(self, peer: _Peer, deadline: float) -> None:
+    def _linger(self, peer: Peer, deadline: float) -> None:
         room = select.poll()
         room.register(peer.stream.fd, select.POLLOUT)
         with peer.stream.lock, contextlib.suppress(PeerGoneError):
@@ -232,18 +226,18 @@ class StreamLink:
     def _accept(self, listener: StreamListener) -> None:
         connection = listener.accept()
         if connection is not None:
-            self._add(_Peer(connection, None))
+            self._add(Peer(connection, None))
         elif listener.paused:
             self._hand_over(lambda: self._resume_later(listener))
 
     def _resume_later(self, listener: StreamListener) -> None:
         self._loop.call_later(_ACCEPT_SECONDS, lambda: None if self._closed else listener.resume())
 
-    def _add(self, peer: _Peer) -> None:
+    def _add(self, peer: Peer) -> None:
         self._by_fd[peer.stream.fd] = peer
         self._epoll.register(peer.stream.fd, _WRITABLE if peer.blocked else _READABLE)
 
-    def _remove(self, peer: _Peer) -> None:
+    def _remove(self, peer: Peer) -> None:
         if self._by_fd.pop(peer.stream.fd, None) is peer:
             if peer.name is not None and self._peers.get(peer.name) is peer:
                 del self._peers[peer.name]
@@ -261,39 +255,72 @@ class StreamLink:
             finally:
                 self._reading.release()
 
-    def drive(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
+    def drive(self, done: Callable[[], bool], timeout: float | None = None, idle: bool = False) -> bool:
         """Read on this thread in the loop's place, until ``done()``, which is asked before each wait, or a time-out.
 
         What `on_quick` takes it takes here; the rest is left to the loop's thread, in order.
 
         Args:
             timeout: seconds; None: no limit.
+            idle: this thread waits for nothing in particular, and leaves for one that does.
 
         Returns:
             False, at once, if another thread reads.
         """
-        if self._closed or not self._reading.acquire(blocking=False):
+        if not self.begin(idle):
             return False
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            self._driver = threading.get_ident()
-            self._loop.pause_reader(self._epoll.fileno())
-            while not done() and not self._closed:
+            while not done() and not self._closed and not (idle and self._asked_to_leave):
                 left = -1.0 if deadline is None else deadline - time.monotonic()
                 if deadline is not None and left <= 0:
                     break
                 self._serve(self._epoll.poll(left))
         finally:
-            self._driver = 0
-            if not self._closed:
-                self._loop.resume_reader(self._epoll.fileno())
-            self._reading.release()
+            self.end()
         return True
+
+    def begin(self, idle: bool) -> bool:
+        """Read on this thread from here on, with `take`; see `drive`. False if another thread reads."""
+        if self._closed:
+            return False
+        if not self._reading.acquire(blocking=False):
+            if idle or not self._idle:
+                return False
+            self._asked_to_leave = True
+            os.eventfd_write(self._wake_fd, 1)
+            taken = self._reading.acquire(timeout=_DRIVER_SECONDS)
+            self._asked_to_leave = False
+            if not taken:
+                return False
+        self._idle = idle
+        self._driver = threading.get_ident()
+        if not self._closed:
+            self._loop.pause_reader(self.fd)
+        return True
+
+    def take(self) -> None:
+        """Hand on what has arrived; between `begin` and `end`."""
+        if not self._closed:
+            self._serve(self._epoll.poll(0))
+
+    def end(self) -> None:
+        """Leave the reading to the loop."""
+        self._driver = 0
+        self._idle = False
+        if not self._closed:
+            self._loop.resume_reader(self.fd)
+        self._reading.release()
+
+    def interrupt(self) -> None:
+        """Make a thread that drives ask again whether it is done, this one included: for signal handlers."""
+        if not self._closed:
+            os.eventfd_write(self._wake_fd, 1)
 
     def wake(self) -> None:
         """Make a thread that drives ask again whether it is done. For any thread."""
         if self._driver not in (0, threading.get_ident()):
-            os.eventfd_write(self._wake_fd, 1)
+            self.interrupt()
 
     def _serve(self, ready: Iterable[tuple[int, int]]) -> None:
         for fd, events in ready:
@@ -308,7 +335,7 @@ class StreamLink:
             elif self._listener is not None and fd == self._listener.fd:
                 self._accept(self._listener)
 
-    def _read_peer(self, peer: _Peer) -> bool:
+    def _read_peer(self, peer: Peer) -> bool:
         """Return whether anything came."""
         try:
             packets = peer.stream.read()
@@ -327,7 +354,7 @@ class StreamLink:
             return False
         return bool(packets)
 
-    def _take(self, peer: _Peer, frames: list[Buffer]) -> None:
+    def _take(self, peer: Peer, frames: list[Buffer]) -> None:
         name = peer.name
         if name is None:
             self._introduce(peer, frames)
@@ -347,11 +374,8 @@ class StreamLink:
             logger.exception("a message could not be taken")
             return True
 
-    def _introduce(self, peer: _Peer, frames: list[Buffer]) -> None:
-        greeting = bytes(frames[0])
-        if len(frames) != 1 or not greeting.startswith(_GREETING):
-            raise WireError("no greeting of this package, or of another version of it")
-        name = greeting.removeprefix(_GREETING).decode(errors="replace")
+    def _introduce(self, peer: Peer, frames: list[Buffer]) -> None:
+        name = name_in(frames)
         if name in self._peers or name == SOLE_PEER:
             raise WireError(f"another process is {name!r} here")
         peer.name = name

@@ -14,6 +14,7 @@ from support import DEADLINE, wait_until
 
 from monarch_slurm.config import clear_runtime_config, configure
 from monarch_slurm.wire import WireError
+from monarch_slurm.wire.bulk import in_place
 from monarch_slurm.wire.stream import PeerGoneError, StrangerError, Stream, check_peer, dial
 
 
@@ -80,7 +81,7 @@ def test_large_frames_between_small_ones(pair: Pair, size: int) -> None:
 
     def take() -> None:
         while len(got) < 2:
-            got.extend([bytes(frame) for frame in packet] for packet in pair.other.read())
+            got.extend([bytes(in_place(frame)) for frame in packet] for packet in pair.other.read())
 
     reader = threading.Thread(target=take)
     reader.start()
