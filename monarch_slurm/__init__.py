@@ -14,6 +14,26 @@ The layers, each of which imports only those below it:
 - ``config``: settings of the process
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 from monarch_slurm._version import __version__
 
 __all__ = ["__version__"]
+
+_HOMES = {
+    **dict.fromkeys(
+        ("clear_runtime_config", "configure", "configured", "get_global_config", "get_runtime_config"),
+        "monarch_slurm.config",
+    ),
+    **dict.fromkeys(("Extent", "NDSlice", "Shape"), "monarch_slurm.actor"),
+}
+"""Names that programs written for Monarch look for here, too, and where they are at home."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,6 +35,22 @@ class Slice:
         """Return the dense slice of ``sizes`` that begins at rank 0."""
         return Slice(offset=0, sizes=sizes, strides=_row_major(sizes))
 
+    @staticmethod
+    def from_list(ranks: Sequence[int]) -> list[Slice]:
+        """Return slices of one dimension that have together ``ranks``, in their order: few of them where ranks are
+        evenly spaced and rise.
+        """
+        slices = []
+        start = 0
+        while start < len(ranks):
+            end = start + 1
+            step = ranks[end] - ranks[start] if end < len(ranks) and ranks[end] > ranks[start] else 1
+            while end < len(ranks) and ranks[end] - ranks[end - 1] == step:
+                end += 1
+            slices.append(Slice(offset=ranks[start], sizes=[end - start], strides=[step]))
+            start = end
+        return slices
+
     @property
     def ndim(self) -> int:
         """Number of dimensions."""
@@ -291,6 +307,15 @@ class Shape:
         """Labels and sizes."""
         return Extent(self._labels, self._slice.sizes)
 
+    @property
+    def region(self) -> Shape:
+        """This shape, which is what Monarch calls a region, too."""
+        return self
+
+    def as_shape(self) -> Shape:
+        """Return this shape."""
+        return self
+
     def ranks(self) -> list[int]:
         """Return the ranks in row-major order."""
         return list(self._slice)
@@ -302,6 +327,8 @@ class Shape:
     def point(self, rank: int) -> Point:
         """Return the place of ``rank`` in this shape's extent."""
         return Point(self._slice.index(rank), self.extent)
+
+    point_of_base_rank = point
 
     def at(self, label: str, index: int) -> Shape:
         """Return the shape without dimension ``label``, fixed at ``index``.

@@ -38,6 +38,15 @@ def test_names_under_monarchs_paths(path: str) -> None:
         assert hasattr(module, name), name
 
 
+def test_names_at_the_top() -> None:
+    import monarch_slurm
+    from monarch_slurm import Extent, NDSlice, Shape, configure, configured  # noqa: F401 - that they are there
+
+    assert Shape(["x"], NDSlice.new_row_major([2])).extent == Extent(["x"], [2])
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        monarch_slurm.nothing  # noqa: B018
+
+
 def test_a_private_path_leads_to_the_same_class() -> None:
     from monarch_slurm._rust_bindings.monarch_hyperactor.supervision import SupervisionError
     from monarch_slurm.actor import SupervisionError as Public

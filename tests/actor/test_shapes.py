@@ -185,3 +185,20 @@ def test_shapes_pickle(sizes: dict[str, int]) -> None:
     assert again == shape
     assert hash(again) == hash(shape)
     assert len(shape) == math.prod(sizes.values())
+
+
+@given(st.lists(st.integers(0, 50), max_size=12))
+def test_slices_of_a_list_have_its_ranks_in_order(ranks: list[int]) -> None:
+    assert [rank for part in Slice.from_list(ranks) for rank in part] == ranks
+
+
+def test_evenly_spaced_ranks_are_one_slice() -> None:
+    assert Slice.from_list([2, 5, 8, 11]) == [Slice(offset=2, sizes=[4], strides=[3])]
+    assert len(Slice.from_list([0, 1, 2, 10, 20, 30])) == 2
+    assert Slice.from_list([7]) == [Slice(offset=7, sizes=[1], strides=[1])]
+
+
+def test_a_shape_is_a_region() -> None:
+    shape = Shape(["x", "y"], Slice.new_row_major([2, 3])).at("x", 1)
+    assert shape.region is shape.as_shape() is shape
+    assert shape.point_of_base_rank(4) == shape.point(4)
