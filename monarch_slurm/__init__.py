@@ -17,7 +17,7 @@ The layers, each of which imports only those below it:
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import typing
 
 from monarch_slurm._version import __version__
 
@@ -33,7 +33,7 @@ _HOMES = {
 """Names that programs written for Monarch look for here, too, and where they are at home."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
