@@ -12,11 +12,11 @@ from typing import Any
 from monarch_slurm.host.exits import HostDown, ProcDown
 from monarch_slurm.wire import CONTROLLER, Address, Message
 
-MAX_TEXT = 2**20
+MAX_TEXT = 2**22
 """Characters that are kept of what a rank says while nobody is attached to it."""
 
-MAX_SOURCE = 2**22
-"""Characters of the longest source file that a rank gets."""
+MAX_SOURCES = 2**21
+"""Characters of the source files that a rank gets for one stop; the longest are left out."""
 
 
 @dataclass(eq=False)
@@ -128,7 +128,10 @@ class DebugDesk:
     def _send_sources(self, rank: StoppedRank, files: list[str]) -> None:
         """Send source files that the rank's machine lacks: of functions that came from here."""
         sources = {file: "".join(linecache.getlines(file)) for file in files if file.endswith(".py") or file[:1] == "<"}
-        known = {file: text for file, text in sources.items() if text and len(text) <= MAX_SOURCE}
+        known: dict[str, str] = {}
+        for file, text in sorted(sources.items(), key=lambda item: len(item[1])):
+            if text and sum(map(len, known.values())) + len(text) <= MAX_SOURCES:
+                known[file] = text
         self._send(Message("debug_input", rank.process, CONTROLLER, {"session": rank.session, "sources": known}))
 
     def _gone(self, is_gone: Callable[[Address], bool], why: str) -> None:

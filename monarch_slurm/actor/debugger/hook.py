@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 MAX_HELD_CHARACTERS = 32 * 1024
 """Output beyond this is sent before the next prompt."""
 
+MAX_CHARACTERS = 2**20
+"""Of what is printed at once no more is shown."""
+
 _here = threading.local()
 
 
@@ -140,6 +143,8 @@ class DebugSession:
 
     def write(self, text: str) -> int:
         """Hold text until the next prompt."""
+        if len(text) > MAX_CHARACTERS:
+            text = f"{text[:MAX_CHARACTERS]}\n[{len(text) - MAX_CHARACTERS} more characters are left out]\n"
         self._text += text
         if len(self._text) > MAX_HELD_CHARACTERS:
             self._send("output")

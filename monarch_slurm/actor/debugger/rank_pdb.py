@@ -75,7 +75,9 @@ class RankPdb(pdb.Pdb):
     def do_interact(self, arg: str) -> None:
         """Run an interpreter in the frame, until ``exit()``."""
         assert self.curframe is not None
-        console = _Interpreter({**self.curframe.f_globals, **self.curframe_locals}, self._session)
+        # Before Python 3.13 it is the copy of the names that holds what was changed here.
+        names = getattr(self, "curframe_locals", None) or self.curframe.f_locals
+        console = _Interpreter({**self.curframe.f_globals, **names}, self._session)
         with contextlib.suppress(SystemExit):
             console.interact("exit() returns to pdb", "")
 

@@ -10,6 +10,8 @@ from monarch_slurm.actor.debugger.desk import DebugDesk
 from monarch_slurm.actor.debugger.shell import DebugShell, EndOfInput, HangUp, Interrupt
 from monarch_slurm.wire.console import ConsoleError, Session
 
+MAX_LINE = 2**20
+
 
 def serve_debugger(desk: DebugDesk, session: Session) -> None:
     """Serve one terminal until it hangs up, leaves, or another one takes over.
@@ -33,4 +35,4 @@ def serve_debugger(desk: DebugDesk, session: Session) -> None:
 def _event(packet: dict[str, Any]) -> Any:
     if packet.get("interrupt"):
         return Interrupt()
-    return EndOfInput() if packet.get("end") else str(packet.get("line", ""))
+    return EndOfInput() if packet.get("end") else str(packet.get("line", ""))[:MAX_LINE]

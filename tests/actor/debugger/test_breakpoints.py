@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from support import DEADLINE, Program, wait_until
+from support import DEADLINE, REPOSITORY, Program, wait_until
 from terminal import Terminal
 
 PROGRAM = """
@@ -47,6 +47,12 @@ PROGRAM = """
             print("answer", type(error).__name__, str(error).strip().splitlines()[-1])
     print("done")
 """
+
+TOLERANT = PROGRAM.replace(
+    "    procs = this_host",
+    "    import monarch_slurm.actor as a\n    a.unhandled_fault_hook = lambda failure: None\n    procs = this_host",
+)
+"""It goes on when a rank dies."""
 
 Start = Callable[[str], Program]
 
@@ -149,14 +155,15 @@ def test_ranks_are_listed_attached_cast_to_and_continued(start: Start) -> None:
     pids = program.expect("pids").split()
     rows = until_stopped(program, 3).splitlines()
     assert [row.split()[:3] for row in rows] == [["trainer", str(rank), f"gpus={rank}"] for rank in range(3)]
-    assert all("step" in row and "program.py:14" in row for row in rows)
+    assert all("step" in row and "program.py:1" in row for row in rows)
     wait_until(lambda: "ranks 0-2 of trainer: stopped at" in program.errors())
     assert f"`monarch-slurm debug --pid {program.process.pid}` on " in program.errors()
 
     text = commands(
         program, "attach trainer 1", "p loss, x", "where", "next", "list", "p self", "detach",
         "cast trainer ranks(gpus=(0,2)) p loss", "cast trainer ranks(:) loss = -5", "cast trainer ranks(0:3) p loss",
-        "cast trainer ranks(7) p loss", "attach trainer 9", "attach", "cast trainer", "nonsense", "help",
+        "cast trainer ranks(1) p 'long' * 10_000_000", "cast trainer ranks(7) p loss",
+        "attach trainer 9", "attach", "cast trainer", "nonsense", "help",
     )  # fmt: skip
     assert f"rank 1 of trainer on {os.uname().nodename} (pid {pids[1]})" in text
     assert "(20, 20)" in text
@@ -167,6 +174,7 @@ def test_ranks_are_listed_attached_cast_to_and_continued(start: Start) -> None:
     assert "detached; rank 1 of trainer stays stopped" in text
     assert "rank 0 of trainer: 10\nrank 2 of trainer: 30\n" in text
     assert "ranks 0-2 of trainer: -5\n" in text
+    assert "more characters are left out" in text
     assert "no rank of 'trainer' that is meant is stopped" in text
     assert "no stopped rank is called 'trainer 9'" in text
     assert "unknown command 'nonsense'" in text
@@ -184,8 +192,7 @@ def test_ranks_are_listed_attached_cast_to_and_continued(start: Start) -> None:
 
 
 def test_a_rank_that_dies_is_told_and_the_others_stay(start: Start, person: Any) -> None:
-    program = start(PROGRAM.replace("    procs = ", "    from monarch_slurm import actor\n"
-                                    "    actor.unhandled_fault_hook = lambda failure: None\n    procs = "))  # fmt: skip
+    program = start(TOLERANT)
     pids = [int(pid) for pid in program.expect("pids").split()]
     until_stopped(program, 3)
     me = person(program)
@@ -258,7 +265,7 @@ def test_line_editing_and_ctrl_c_in_a_terminal(start: Start) -> None:
 
 
 def test_a_rank_dies_under_the_hands_of_a_person(start: Start) -> None:
-    program = start(PROGRAM)
+    program = start(TOLERANT)
     pids = [int(pid) for pid in program.expect("pids").split()]
     until_stopped(program, 3)
     terminal = Terminal(sys.executable, "-m", "monarch_slurm", "debug", "--pid", str(program.process.pid))
@@ -270,7 +277,10 @@ def test_a_rank_dies_under_the_hands_of_a_person(start: Start) -> None:
         terminal.expect("p lo")
         os.kill(pids[1], signal.SIGKILL)
         terminal.expect(r"rank 1 of trainer has ended: Killed\(sig=9\)")
-        terminal.expect("the program has ended")  # nobody there handles failures
+        terminal.expect("debug> p lo")  # what was typed is there still
+        terminal.interrupt()
+        terminal.expect("debug> ")
+        terminal.type("quit")
         wait_until(lambda: not _is_child(terminal.pid))
     finally:
         terminal.close_quietly()
@@ -281,12 +291,13 @@ def _is_child(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("how", ["continue", "interrupt"])
-def test_the_terminal_of_the_program_itself(tmp_path: Path, how: str) -> None:
+def test_the_terminal_of_the_program_itself(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     script = tmp_path / "program.py"
     script.write_text(__import__("textwrap").dedent(PROGRAM))
     terminal = Terminal(sys.executable, str(script))
     try:
-        terminal.expect(r"ranks? [0-2].* of trainer: stopped at .*program.py:14 in step")
+        terminal.expect(r"ranks? [0-2].* of trainer: stopped at .*program.py:1[34] in step")
         terminal.expect("debug> ")
         terminal.type("attach trainer 0")
         terminal.expect(r"\(Pdb\) ")
