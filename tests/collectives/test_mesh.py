@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from monarch_slurm.actor import Actor, ActorError, endpoint, this_host  # noqa: E402
+from monarch_slurm.actor import Actor, ActorError, RestartPolicy, endpoint, this_host  # noqa: E402
 from monarch_slurm.collectives import CollectiveError, Communicator, PeerLostError  # noqa: E402
 from monarch_slurm.collectives.keeper import Keeper  # noqa: E402
 
@@ -80,6 +80,23 @@ def test_a_killed_peer_is_named_to_all_who_wait_and_the_others_go_on() -> None:
     assert group.groups == [[0, 2]]
     totals = [workers.slice(gpus=rank).total.call_one(1.0) for rank in (0, 2)]
     assert [total.get(timeout=30) for total in totals] == [(0, 2, 2.0), (1, 2, 2.0)]
+    procs.stop().get()
+
+
+@pytest.mark.usefixtures("goes_on")
+def test_the_replacement_of_a_killed_peer_is_taken_in() -> None:
+    procs = this_host().spawn_procs({"gpus": 2}, restart=RestartPolicy())
+    group = Communicator.create(procs, backend="gloo")
+    workers = procs.spawn("workers", Worker, group)
+    victim = workers.slice(gpus=1).pid.call_one().get()
+    waiting = workers.slice(gpus=0).wait_for_all.call_one()
+    os.kill(victim, signal.SIGKILL)
+    assert waiting.get(timeout=30).startswith("1: ")
+    assert workers.slice(gpus=1).pid.call_one().get(timeout=60) != victim
+    group.remake()
+    assert group.groups == [[0, 1]]
+    totals = [answer for _, answer in workers.total.call(1.0).get(timeout=30)]
+    assert totals == [(0, 2, 2.0), (1, 2, 2.0)]
     procs.stop().get()
 
 
