@@ -109,6 +109,25 @@ def _rate(context: click.Context, parameter: click.Parameter, value: float) -> f
 @click.option(
     "--exclusive/--no-exclusive", default=True, show_default=True, help="Whether the nodes are for this job alone."
 )
+@click.option(
+    "--spares",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Nodes beyond --nodes, for the places of nodes that are lost or not fit.",
+)
+@click.option(
+    "--on-lost",
+    type=click.Choice(["shrink", "request", "fail"]),
+    default="shrink",
+    show_default=True,
+    help="If no spare is left: train on with less, ask Slurm for one more node, or end the run.",
+)
+@click.option(
+    "--health-check/--no-health-check",
+    default=None,
+    help="Whether nodes are examined before they are used [default: if there are spares].",
+)
 @click.option("--in-job", is_flag=True, hidden=True, help="Be the controller of the Slurm job around this process.")
 @click.pass_context
 def train(context: click.Context, /, where: str | None, nodes: int | None, in_job: bool, **options: Any) -> None:
@@ -180,4 +199,7 @@ _SLURM_OPTIONS = (
     "exclusive",
     "requeue",
     "notice",
+    "spares",
+    "on_lost",
+    "health_check",
 )

@@ -23,6 +23,10 @@ def ask_here(probe_seconds: float | None) -> Facts:
 
 class _Examiner(Actor):
     @endpoint
+    def there(self) -> bool:
+        return True
+
+    @endpoint
     def ask(self, probe_seconds: float | None) -> Facts:
         return ask_here(probe_seconds)
 
@@ -31,13 +35,16 @@ class _Doctor(Actor):
     """Owns the examiners, so that a host which dies under examination is a finding and no failure of the program."""
 
     @endpoint
-    def ask_all(self, hosts: HostMesh, seconds: float, touch_gpus: bool) -> dict[str, Facts]:
-        deadline = time.monotonic() + seconds
-        asked_at = time.time()
+    def ask_all(self, hosts: HostMesh, seconds: float, touch_gpus: bool, start_seconds: float) -> dict[str, Facts]:
         procs = hosts.spawn_procs(name="health")
         examiners: Any = procs.spawn("examiner", _Examiner).flatten("host")
         probe_seconds = seconds * 0.7 if touch_gpus else None
         names = hosts.host_names
+        deadline = time.monotonic() + start_seconds
+        for future in [examiners.slice(host=rank).there.call_one() for rank in range(len(names))]:
+            future.exception(timeout=max(0.0, deadline - time.monotonic()))
+        deadline = time.monotonic() + seconds
+        asked_at = time.time()
         pending = [examiners.slice(host=rank).ask.call_one(probe_seconds) for rank in range(len(names))]
         answers: dict[str, Facts] = {}
         for name, future in zip(names, pending, strict=True):
@@ -54,7 +61,7 @@ class _Doctor(Actor):
 
 
 def check_hosts(
-    hosts: HostMesh, *, seconds: float = CHECK_SECONDS, touch_gpus: bool = True
+    hosts: HostMesh, *, seconds: float = CHECK_SECONDS, touch_gpus: bool = True, start_seconds: float = 0.0
 ) -> tuple[list[Finding], dict[str, Facts]]:
     """Examine every host of ``hosts``; return the findings, and the facts of the hosts that answered, by name.
 
@@ -62,9 +69,10 @@ def check_hosts(
 
     Args:
         touch_gpus: let each GPU compute something, in a process of its own.
+        start_seconds: how long procs may take to start before the ``seconds`` begin; a zygote may have to preload.
     """
     doctor: Any = this_proc().spawn("doctor", _Doctor)
-    answers = doctor.ask_all.call_one(hosts, seconds, touch_gpus).get()
+    answers = doctor.ask_all.call_one(hosts, seconds, touch_gpus, start_seconds).get()
     doctor.stop()
     findings = [finding for facts in answers.values() for finding in judge_host(facts)]
     return [*judge_answers(hosts.host_names, answers, seconds), *findings], answers

@@ -27,6 +27,7 @@ from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.job.head_lock import HeadLock, SecondHeadError
 from monarch_slurm.job.notice import SAVED
 from monarch_slurm.job.processes import end_processes, find_processes
+from monarch_slurm.job.requested import cancel_all, cancel_waiting
 from monarch_slurm.job.requeue import kill_wait, requeue
 from monarch_slurm.job.steps import HOST_STEP, Steps, program_step, signal_program_step, step_command, step_environment
 from monarch_slurm.job.supervisor import (
@@ -64,6 +65,7 @@ class BatchPlan:
         container: in which program and agents run; None for none.
         session: whether the hosts serve a program at a prompt, to whose allocation they must do nothing.
         step_name: Slurm's name of a host's step.
+        joins: folder of the job whose controller the hosts join; None for one of their own.
     """
 
     program: tuple[str, ...] | None
@@ -75,13 +77,14 @@ class BatchPlan:
     container: Container | None = None
     session: bool = False
     step_name: str = HOST_STEP
+    joins: str | None = None
 
     def host_command(self, folder: JobFolder, node: str, index: int, group: int | None = None) -> list[str]:
         """Return the command line of the step of host ``node``; ``group`` is its component of a heterogeneous job."""
         options = [f"--address={self.address}"] if self.address is not None else []
         options += ["--requeue"] if self.requeue else []
         if self.program is None:
-            options.append("--session" if self.session else "--outside")
+            options.append("--joined" if self.joins else "--session" if self.session else "--outside")
         options += [f"--preflight={command}" for command in self.preflight]
         return step_command(
             folder,
@@ -128,8 +131,9 @@ class _Batch:
         os.environ[KILL_WAIT_VARIABLE] = str(kill_wait())
         if allocation.restarts:
             folder.forget_program()
+        hosts = folder if plan.joins is None else JobFolder(Path(plan.joins))
         self._steps = Steps(
-            allocation, lambda name, index: plan.host_command(folder, name, index, allocation.group_of(index)), folder
+            allocation, lambda name, index: plan.host_command(hosts, name, index, allocation.group_of(index)), hosts
         )
 
     def run(self) -> int:
@@ -153,6 +157,7 @@ class _Batch:
                 self._tidy_up()
 
     def _tidy_up(self) -> None:
+        cancel_waiting(self._folder)
         if self._again:
             requeue(
                 self._allocation.job_id, self._signals
@@ -160,6 +165,7 @@ class _Batch:
         self._steps.end(STEP_GRACE, self._signals.wait)
         inside = f"{BATCH_VARIABLE}=1".encode()
         end_processes(lambda: find_processes(self._folder.path, lambda env: inside in env), AGENT_GRACE)
+        cancel_all(self._folder)
         self._lock.release()
 
     def _start_program(self, program: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -64,6 +64,7 @@ def main() -> int:
     parser.add_argument("--address", help="interface, network or IP address of this node that others dial")
     parser.add_argument("--requeue", action="store_true", help="start the job again when its head is lost")
     parser.add_argument("--outside", action="store_true", help="the controller runs outside of the allocation")
+    parser.add_argument("--joined", action="store_true", help="the controller is that of another job")
     parser.add_argument("--session", action="store_true", help="the controller is a program at a prompt")
     parser.add_argument("--preflight", action="append", default=[], help="command that must succeed before the agent")
     options = parser.parse_args()
@@ -109,6 +110,7 @@ class _Task:
         self._requeue: bool = options.requeue
         self._outside: bool = options.outside
         self._session: bool = options.session
+        self._joined: bool = options.joined
         self._allocation = SlurmAllocation.from_env()
         self._address = find_address(options.address, "") if options.address is not None else None
         self._signals = Signals()
@@ -186,7 +188,7 @@ class _Task:
                 return 0
             self._check_step()
         logger.info("the agent ended: %s", describe_code(code))
-        if code in (ENDED, LEASE_EXPIRED) and not self._session:
+        if code in (ENDED, LEASE_EXPIRED) and not (self._session or self._joined):
             return self._stand_by(code)
         return code if code >= 0 else 128 - code
 

@@ -32,6 +32,7 @@ from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder, write_whole
 from monarch_slurm.job.follow import follow_job, print_notice
 from monarch_slurm.job.nodelist import expand
 from monarch_slurm.job.request import NodeSpec, SlurmRequest, split_meshes
+from monarch_slurm.job.requested import cancel_all
 from monarch_slurm.job.status import JobId, JobStatus, Phase, query, run_command, wait_for_start
 from monarch_slurm.job.submission import check_commands, default_python, render, submit, submit_array
 from monarch_slurm.job.supervisor import BATCH_VARIABLE
@@ -368,9 +369,7 @@ class SlurmJob(JobTrait):
         publish(self._job_folder.path, address=find_address(self._address, toward))
         if self._data_address != self._address:
             os.environ.setdefault(ADDRESS_VARIABLE, find_address(self._data_address, toward))  # of this very process
-        request = self._request
-        check = bool(request.spares) if request.health_check is None else request.health_check
-        meshes, _ = Gathering(self._job_folder, names, self._meshes, request.on_lost, check).meshes()
+        meshes = Gathering(self._job_folder, names, self._meshes, self._request, self._plan(None)).meshes()
         return JobState(meshes)
 
     def _wait_for_start(self) -> JobStatus:
@@ -407,6 +406,7 @@ class SlurmJob(JobTrait):
         if self._connected is not None:
             self._connected.shutdown()
             self._connected = None
+        cancel_all(self._job_folder)
         done = run_command(["scancel", str(self._job_id)])
         if done.returncode != 0 and "invalid job id" not in done.stderr.lower():
             raise SlurmUnreachableError(f"could not cancel job {self._job_id}: {done.stderr.strip()}")

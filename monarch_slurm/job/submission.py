@@ -25,11 +25,12 @@ from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.job.request import NodeSpec, SlurmRequest, option_lines
 from monarch_slurm.job.share import with_share
 from monarch_slurm.job.status import Run, run_command
+from monarch_slurm.job.supervisor import BATCH_VARIABLE
 
 LIMIT_NOTICE = 60
 """Seconds before the time limit at which the program is asked to end; Slurm may be up to a minute early."""
 
-_INHERITED = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SUBMITIT_", "PMI_", "PMIX_", FOLDER_VARIABLE)
+_INHERITED = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SUBMITIT_", "PMI_", "PMIX_", FOLDER_VARIABLE, BATCH_VARIABLE)
 _KEPT = ("SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_WCKEY")
 
 

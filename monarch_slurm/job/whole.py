@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from monarch_slurm.config import settings
-from monarch_slurm.host.places import OnLost
+from monarch_slurm.job.batch import BatchPlan
 from monarch_slurm.job.diagnosis import failed_hosts, gather_or_explain
 from monarch_slurm.job.errors import UnfitHostError
 from monarch_slurm.job.folder import JobFolder
+from monarch_slurm.job.more_nodes import NodeRequests
+from monarch_slurm.job.request import SlurmRequest
 
 if TYPE_CHECKING:
     from monarch_slurm.actor import HostMesh
-    from monarch_slurm.actor.stand_ins import Pool
-    from monarch_slurm.host import HostDown
 
 logger = logging.getLogger(__name__)
 
@@ -33,27 +33,29 @@ class Gathering:
         folder: of the job.
         names: of all its hosts; those beyond the meshes' sizes are spares.
         sizes: number of hosts of each mesh.
-        on_lost: what to do when no spare is left.
-        health_check: whether the hosts are examined before they are used.
+        request: what the job has asked for.
+        plan: of its batch script.
     """
 
     def __init__(
-        self, folder: JobFolder, names: Sequence[str], sizes: Mapping[str, int], on_lost: OnLost, health_check: bool
+        self,
+        folder: JobFolder,
+        names: Sequence[str],
+        sizes: Mapping[str, int],
+        request: SlurmRequest,
+        plan: BatchPlan,
     ) -> None:
         self._folder = folder
         self._names = list(names)
         self._sizes = sizes
-        self._on_lost = on_lost
-        self._health_check = health_check
+        self._request = request
+        self._plan = plan
         self._used = self._names[: sum(sizes.values())]
         self.unfit: dict[str, str] = {}
         """Hosts that are left out, and why."""
 
-    def meshes(self, request: Callable[[HostDown, str], None] | None = None) -> tuple[dict[str, HostMesh], Pool]:
-        """Return the meshes, and what keeps them whole.
-
-        Args:
-            request: asks for one more host; see `monarch_slurm.controller.keep_whole`.
+    def meshes(self) -> dict[str, HostMesh]:
+        """Return the meshes, and keep them whole from now on.
 
         Raises:
             HostStartError: hosts did not start, and there are not spares enough.
@@ -62,16 +64,21 @@ class Gathering:
         from monarch_slurm.controller import keep_whole
 
         self._await_agents()
-        if self._health_check:
+        check = self._request.health_check
+        if check or (check is None and self._request.spares):
             self._examine()
         meshes, left = {}, list(self._used)
         for name, size in self._sizes.items():
             meshes[name] = self._gather(left[:size])
             left = left[size:]
+        on_lost = self._request.on_lost
         spares = [name for name in self._names if name not in self._used and name not in self.unfit]
-        pool = keep_whole(meshes.values(), spares, self._on_lost, request)
+        ask = NodeRequests(self._request, self._plan, self._folder, self._names) if on_lost == "request" else None
+        pool = keep_whole(meshes.values(), spares, on_lost, ask)
         pool.unfit |= self.unfit.keys()
-        return meshes, pool
+        if ask is not None:
+            ask.pool = pool
+        return meshes
 
     def _gather(self, names: Sequence[str], timeout: float | None = None) -> HostMesh:
         return gather_or_explain(self._folder, names, settings().host_join_timeout if timeout is None else timeout)
@@ -120,7 +127,8 @@ class Gathering:
         here = client()
         with here.hosts_changed:
             joined = {info.name for info in here.joined}
-        findings, _ = check_hosts(self._gather([name for name in self._names if name in joined]))
+        hosts = self._gather([name for name in self._names if name in joined])
+        findings, _ = check_hosts(hosts, start_seconds=settings().preload_timeout)
         faults: dict[str, list[str]] = {}
         for finding in findings:
             if finding.level == BAD:
@@ -132,7 +140,7 @@ class Gathering:
             why = "; ".join(faults[name])
             if free:
                 self._swap(name, free.pop(0), why)
-            elif self._on_lost == "fail":
+            elif self._request.on_lost == "fail":
                 raise UnfitHostError(f"host {name} is not fit, and no spare is left: {why}")
             else:
                 logger.warning("host %s is not fit, and no spare is left, so it is used: %s", name, why)

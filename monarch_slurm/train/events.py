@@ -35,7 +35,7 @@ From the manager and the replica supervisors:
 - ``respawn``: ``level`` (``"mesh"`` or ``"hosts"``), ``attempt``: the supervisor begins to start a new mesh
 - ``escalated``: ``level``, ``reason``
 - ``replica_lost``: ``reason``: the replica will not be started again
-- ``host_lost``: ``host``, ``cause``
+- ``host_lost``: ``host``, ``cause``, ``replaced_by`` (name of the host in its place; empty if there is none)
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from monarch_slurm.actor import (
     endpoint,
 )
 from monarch_slurm.actor.errors import format_exception
+from monarch_slurm.actor.stand_ins import ASKED_FOR
 from monarch_slurm.controller import RestartBudget, RestartLimit
 from monarch_slurm.train.config import TrainConfig
 from monarch_slurm.train.events import Event, event
@@ -187,6 +188,7 @@ class ReplicaActor(Actor):
             traceback=failure.traceback,
             stderr_tail=list(failure.stderr_tail),
             detected_at=failure.detected_at,
+            replaced_by=failure.replaced_by,
         )
         return True
 
@@ -290,6 +292,7 @@ class ReplicaActor(Actor):
         traceback: str | None = None,
         stderr_tail: list[str] | None = None,
         detected_at: float = 0.0,
+        replaced_by: str = "",
     ) -> None:
         if generation.over or self._stopped:
             return
@@ -319,13 +322,29 @@ class ReplicaActor(Actor):
             return  # some ranks are done: there is nothing to start again
         if generation.hopeless:
             self._give_up(generation.hopeless)
-        elif exit_text == "Lost(host)":
-            self._emit("host_lost", host=host, cause=cause)
-            self._give_up(f"host {host} is lost")
-        else:
-            self._start_task(self._restart(generation.number))
+            return
+        if exit_text == "Lost(host)":
+            self._emit("host_lost", host=host, cause=cause, replaced_by=replaced_by)
+            if not replaced_by:
+                self._give_up(f"host {host} is lost")
+                return
+        self._start_task(self._restart(generation.number, host if replaced_by == ASKED_FOR else None))
 
-    async def _restart(self, old: int) -> None:
+    async def _restart(self, old: int, awaited: str | None) -> None:
+        """Start the trainers again.
+
+        Args:
+            awaited: name of a lost host in whose place another one is asked for, which may take hours to come.
+        """
+        if awaited is not None:
+            first = self._hosts.spawn_procs(name="first")
+            try:
+                await first.initialized
+            except SupervisionError as error:
+                self._give_up(f"host {awaited} is lost, and no other came: {error}")
+                return
+            finally:
+                first.stop()
         level = "mesh"
         wait = self._mesh_budget.use(time.monotonic())
         if wait is None:

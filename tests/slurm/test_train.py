@@ -108,3 +108,40 @@ def test_a_run_saves_when_it_is_given_notice_and_goes_on(cluster: Cluster, tmp_p
 def loaded_and_committed(out: Path) -> bool:
     kinds = [item["kind"] for item in events(out) if item["kind"] != "sync" or item["committed"]]
     return "loaded" in kinds and "sync" in kinds[kinds.index("loaded") :]
+
+
+def test_a_replica_goes_on_at_a_spare_node(cluster: Cluster, tmp_path: Path) -> None:
+    out = tmp_path / "runs"
+    command = [
+        sys.executable,
+        "-m",
+        "monarch_slurm",
+        "train",
+        "--nodes",
+        "3",
+        "--spares",
+        "1",
+        "--replicas",
+        "3",
+        *SMALL,
+    ]
+    command += ["--tokens", "800000", "--out", str(out), "--reference", "none"]
+    with (tmp_path / "log").open("w+") as log, subprocess.Popen(command, stdout=log, stderr=log, text=True) as process:
+        try:
+            wait_until(lambda: len(committed_by(out)) == 3 or process.poll() is not None, "three replicas that train")
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            cluster.kill("n3")
+            wait_until(lambda: "n3" in lost_hosts(out), "the loss of n3 to be noticed")
+            assert process.wait(timeout=240) == 0, (tmp_path / "log").read_text()
+        finally:
+            process.kill()
+    (lost,) = [item for item in events(out) if item["kind"] == "host_lost"]
+    assert (lost["host"], lost["replaced_by"]) == ("n3", "n4")
+    assert {0, 1, 2} <= committed_by(out, lost["t"]).keys()
+    (report_path,) = out.glob("*/report.json")
+    report = json.loads(report_path.read_text())
+    assert report["summary"]["ok"] is True
+    assert (report["summary"]["replicas_lost"], report["summary"]["job_restarts"]) == (0, 0)
+    (failure,) = report["failures"]
+    assert (failure["type"], failure["host"], failure["outcome"]) == ("host", "n3", "recovered")
+    assert "n4 takes its place" in failure["cause"]

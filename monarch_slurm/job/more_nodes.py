@@ -1,0 +1,138 @@
+"""Asking Slurm for one more node in the place of a lost one: a small job, whose host joins the controller of the first.
+
+Its tasks read the first job's folder for the controller's address and keys, and end when that says that the program has
+ended. What still waits in the queue then is cancelled, by the program and by the supervisor of the batch script.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import shlex
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from monarch_slurm.job.batch import BatchPlan
+from monarch_slurm.job.errors import JobError, JobNotFoundError, NodeListError, SlurmUnreachableError
+from monarch_slurm.job.folder import JobFolder
+from monarch_slurm.job.nodelist import compress, expand
+from monarch_slurm.job.request import SlurmRequest, option_lines
+from monarch_slurm.job.requested import cancel_waiting, requests_folder
+from monarch_slurm.job.status import Phase, query, wait_for_start
+from monarch_slurm.job.submission import submit
+
+if TYPE_CHECKING:
+    from monarch_slurm.actor.stand_ins import Pool
+    from monarch_slurm.host import HostDown
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 2.0
+"""Pause between two looks whether a node that Slurm has given has joined."""
+
+_EXCLUDE = ("-x", "--exclude")
+_OF_THE_FIRST = ("-w", "--nodelist", "-N", "--nodes", "-F", "--nodefile", "-d", "--dependency", "-a", "--array")
+
+
+class NodeRequests:
+    """Asks for nodes in the places of lost ones.
+
+    Args:
+        request: what the job has asked for.
+        plan: of its batch script.
+        folder: of the job.
+        nodes: names of its nodes.
+    """
+
+    def __init__(self, request: SlurmRequest, plan: BatchPlan, folder: JobFolder, nodes: Iterable[str]) -> None:
+        self._request = request
+        self._plan = replace(plan, program=None, joins=str(folder.path))
+        self._folder = folder
+        self._nodes = set(nodes)
+        self._number = 0
+        self.pool: Pool | None = None
+        atexit.register(cancel_waiting, folder)
+
+    def __call__(self, down: HostDown, place: str) -> None:
+        """Ask for a node in the place of a lost host, without waiting."""
+        self._number += 1
+        arguments = (self._number, down.host_name, place)
+        threading.Thread(target=self._ask, args=arguments, name="monarch-more-nodes", daemon=True).start()
+
+    def _ask(self, number: int, lost: str, place: str) -> None:
+        from monarch_slurm.actor.client import client
+
+        try:
+            job_id = self._submit(number)
+            logger.warning("host %s is lost: asking Slurm for another node, by job %s", lost, job_id)
+            status = wait_for_start(job_id, None, lambda text: logger.warning("%s", text))
+            name = expand(status.nodes)[0]
+            self._nodes.add(name)
+            assert self.pool is not None
+            self.pool.names.add(name)
+            client().fill_places()
+            self._watch(job_id, name)
+        except (JobError, NodeListError) as error:
+            client().abandon(place, f"no other node came: {error}")
+
+    def _submit(self, number: int) -> int:
+        folder = JobFolder(requests_folder(self._folder) / str(number))
+        folder.path.mkdir(mode=0o700, parents=True)
+        folder.logs.mkdir()
+        job_id = int(submit(small_request(self._request, self._nodes), folder, self._plan))
+        (folder.path / "job_id").write_text(f"{job_id}\n")
+        return job_id
+
+    def _watch(self, job_id: int, name: str) -> None:
+        """Return when the host has joined.
+
+        Raises:
+            JobError: its job has ended before.
+        """
+        from monarch_slurm.actor.client import client
+
+        while name not in {info.name for info in client().joined}:
+            try:
+                status = query(job_id)
+            except SlurmUnreachableError:
+                continue
+            if status.phase in (Phase.ENDING, Phase.ENDED):
+                raise JobNotFoundError(f"{status}; look at {self._folder.host_log(name)}")
+            time.sleep(LOOK_SECONDS)
+
+
+def small_request(request: SlurmRequest, nodes: Iterable[str]) -> SlurmRequest:
+    """Return the request for one more node like those of ``request``, but none of ``nodes``."""
+    arguments, excluded = _split(request.slurm_args)
+    listed = [name for text in [request.exclude or "", *excluded] for name in expand(text)]
+    return replace(
+        request,
+        nodes=1,
+        spares=0,
+        components=(),
+        job_name=f"{request.job_name}-more",
+        slurm_args=arguments,
+        nodelist=None,
+        dependency=None,
+        requeue=False,
+        exclude=compress(sorted({*listed, *nodes})),
+    )
+
+
+def _split(slurm_args: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Return the options that hold for one more node, too, and the nodes that are excluded by the others."""
+    kept: list[str] = []
+    excluded = []
+    for line in option_lines(slurm_args):
+        words = shlex.split(line)
+        name, _, value = words[0].partition("=")
+        if not name.startswith("--") and len(name) > 2:
+            name, value = name[:2], name[2:]
+        if name in _EXCLUDE:
+            excluded.append(value or words[-1])
+        elif name not in _OF_THE_FIRST:
+            kept += words
+    return tuple(kept), excluded

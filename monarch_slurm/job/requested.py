@@ -1,0 +1,37 @@
+"""The small jobs that a job has submitted for more nodes: nothing of them is left in the queue when it ends."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from monarch_slurm.job.errors import NoSlurmError, SlurmUnreachableError
+from monarch_slurm.job.folder import JobFolder
+from monarch_slurm.job.head import ask_quickly
+
+logger = logging.getLogger(__name__)
+
+
+def requests_folder(folder: JobFolder) -> Path:
+    """Return the folder of the small jobs' own folders."""
+    return folder.path / "more"
+
+
+def cancel_waiting(folder: JobFolder) -> None:
+    """Cancel those that still wait in the queue; those that run end with their hosts."""
+    _cancel(folder, "--state=PENDING")
+
+
+def cancel_all(folder: JobFolder) -> None:
+    """Cancel all of them."""
+    _cancel(folder)
+
+
+def _cancel(folder: JobFolder, *options: str) -> None:
+    jobs = [path.read_text().strip() for path in sorted(requests_folder(folder).glob("*/job_id"))]
+    if not jobs:
+        return
+    try:
+        ask_quickly(["scancel", "--quiet", *options, *jobs])
+    except (NoSlurmError, SlurmUnreachableError) as error:
+        logger.warning("cannot cancel jobs %s: %s", ", ".join(jobs), error)
