@@ -44,6 +44,7 @@ class Pool:
         on_lost: what to do when no spare is left.
         request: asks for one more host in the place of a lost one; with the id of the place, for `StandIns.give_up`.
         unfit: names of hosts that take nobody's place.
+        note: told of each lost host that had a place. Must not take long.
     """
 
     names: set[str]
@@ -51,6 +52,7 @@ class Pool:
     on_lost: OnLost = "shrink"
     request: Callable[[HostDown, str], None] | None = None
     unfit: set[str] = field(default_factory=set)
+    note: Callable[[HostDown], None] | None = None
     open: dict[str, bool] = field(default_factory=dict)
     """Places that no host has now, those that have waited for longest first, and whether a host was asked for."""
 
@@ -92,6 +94,8 @@ class StandIns:
         if down.host in pool.open:  # the host that was asked for does not come
             pool.open[down.host] = False
             return None
+        if pool.note is not None:
+            pool.note(down)
         spare = next((info for info in joined if info.host != down.host and self._is_spare(pool, info)), None)
         if spare is not None:
             place, name = spare.host, spare.name

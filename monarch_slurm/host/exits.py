@@ -33,6 +33,9 @@ _SIGNAL_WORDS = {
 }
 
 
+SILENT = "nothing was heard from it"
+"""Begins the cause of a host's end if nobody knows more than that."""
+
 LOST_WITH_HOST = "Lost(host)"
 """How a proc ended whose host is lost: nobody saw it."""
 

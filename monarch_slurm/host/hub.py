@@ -14,7 +14,7 @@ import zmq
 from monarch_slurm.config import settings
 from monarch_slurm.host.cast_order import CastOrder
 from monarch_slurm.host.caster import Caster
-from monarch_slurm.host.exits import HostDown
+from monarch_slurm.host.exits import SILENT, HostDown
 from monarch_slurm.host.folds import entries
 from monarch_slurm.host.identity import pid_space
 from monarch_slurm.host.places import Places
@@ -354,7 +354,7 @@ class Hub:
         now = self._loop.clock()
         for peer in self._liveness.dead(now):
             limit = self._interval * settings().missed_heartbeats
-            self._host_down(peer, f"nothing was heard from it for {limit:g} s")
+            self._host_down(peer, f"{SILENT} for {limit:g} s")
         for peer in list(self.hosts):
             folds = self._orders[peer].last if peer in self._orders else 0
             acknowledged = {"folds": folds} if folds else {}

@@ -2,7 +2,7 @@
 
 - `base`: what every job can do: apply, state, kill, dump
 - `local`, `process`, `slurm`: the kinds of jobs; `whole`: spares in place of hosts that are not fit
-- `more_nodes`, `requested`: nodes that are asked for in the places of lost ones
+- `more_nodes`, `requested`: nodes that are asked for in the places of lost ones; `sick`: nodes to leave out
 - `request`, `container`, `share`, `submission`: what Slurm is asked for
 - `batch`, `steps`, `node`, `supervisor`: what then runs on the head node and on each node
 - `launch`, `templates`: batch scripts that a person writes

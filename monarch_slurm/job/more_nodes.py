@@ -21,6 +21,7 @@ from monarch_slurm.job.folder import JobFolder
 from monarch_slurm.job.nodelist import compress, expand
 from monarch_slurm.job.request import SlurmRequest, option_lines
 from monarch_slurm.job.requested import cancel_waiting, requests_folder
+from monarch_slurm.job.sick import leave_out_sick
 from monarch_slurm.job.status import Phase, query, wait_for_start
 from monarch_slurm.job.submission import submit
 
@@ -82,7 +83,8 @@ class NodeRequests:
         folder = JobFolder(requests_folder(self._folder) / str(number))
         folder.path.mkdir(mode=0o700, parents=True)
         folder.logs.mkdir()
-        job_id = int(submit(small_request(self._request, self._nodes), folder, self._plan))
+        small = leave_out_sick(small_request(self._request, self._nodes), self._folder.path.parent)
+        job_id = int(submit(small, folder, self._plan))
         (folder.path / "job_id").write_text(f"{job_id}\n")
         return job_id
 

@@ -33,6 +33,7 @@ from monarch_slurm.job.follow import follow_job, print_notice
 from monarch_slurm.job.nodelist import expand
 from monarch_slurm.job.request import NodeSpec, SlurmRequest, split_meshes
 from monarch_slurm.job.requested import cancel_all
+from monarch_slurm.job.sick import leave_out_sick
 from monarch_slurm.job.status import JobId, JobStatus, Phase, query, run_command, wait_for_start
 from monarch_slurm.job.submission import check_commands, default_python, render, submit, submit_array
 from monarch_slurm.job.supervisor import BATCH_VARIABLE
@@ -338,7 +339,7 @@ class SlurmJob(JobTrait):
         self._folder = folder
         try:
             write_whole(folder.job_pickle, BatchJob(self).dumps())
-            self._job_id = int(submit(self._request, folder, plan))
+            self._job_id = int(submit(leave_out_sick(self._request, folder.path.parent), folder, plan))
         except JobError:
             self._folder = None
             folder.remove()

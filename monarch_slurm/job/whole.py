@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from monarch_slurm.config import settings
+from monarch_slurm.host.exits import SILENT
 from monarch_slurm.job.batch import BatchPlan
 from monarch_slurm.job.diagnosis import failed_hosts, gather_or_explain
 from monarch_slurm.job.errors import UnfitHostError
 from monarch_slurm.job.folder import JobFolder
 from monarch_slurm.job.more_nodes import NodeRequests
 from monarch_slurm.job.request import SlurmRequest
+from monarch_slurm.job.sick import note_sick
 
 if TYPE_CHECKING:
     from monarch_slurm.actor import HostMesh
+    from monarch_slurm.host import HostDown
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +54,7 @@ class Gathering:
         self._sizes = sizes
         self._request = request
         self._plan = plan
+        self._base = folder.path.parent
         self._used = self._names[: sum(sizes.values())]
         self.unfit: dict[str, str] = {}
         """Hosts that are left out, and why."""
@@ -76,9 +81,18 @@ class Gathering:
         ask = NodeRequests(self._request, self._plan, self._folder, self._names) if on_lost == "request" else None
         pool = keep_whole(meshes.values(), spares, on_lost, ask)
         pool.unfit |= self.unfit.keys()
+        pool.note = self._note_lost
+        if self.unfit:
+            note_sick(self._base, self.unfit)
         if ask is not None:
             ask.pool = pool
         return meshes
+
+    def _note_lost(self, down: HostDown) -> None:
+        """Remember a node that fell silent; one whose agent was ended is well."""
+        if down.cause.startswith(SILENT):
+            sick = {down.host_name: down.cause}
+            threading.Thread(target=note_sick, args=(self._base, sick), name="monarch-sick", daemon=True).start()
 
     def _gather(self, names: Sequence[str], timeout: float | None = None) -> HostMesh:
         return gather_or_explain(self._folder, names, settings().host_join_timeout if timeout is None else timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +42,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(
     assert "told: restarted, n2 replaced by n4" in read(log)
     assert "host n2: n4 takes its place" in read(log)
     assert "fault:" not in read(log)
+    assert (".sick-nodes.json" in os.listdir("runs")) == (how != "agent")
     if how == "cut":
         wait_until(lambda: not cluster.agents("n2"), "the lease of n2 to end")
     if how == "agent":
