@@ -192,8 +192,6 @@ class HostMesh(MeshTrait):
             lambda rank, reason: ready._fail(SupervisionError(reason)),
             durable=True,
         )
-        if self.stream_logs:  # asked for before there is a line
-            set_logging(layout, range(count), stream=True, window=None, level=None)
         common = {
             "mesh": mesh,
             "entry": PROC_ENTRY,
@@ -222,6 +220,8 @@ class HostMesh(MeshTrait):
 
         if restart is not None:
             runtime.keeper.keep(layout, restart, count, make_spawn)
+        if self.stream_logs:  # asked for before there is a line
+            set_logging(layout, range(count), stream=True, window=None, level=None)
         if callable(bootstrap_command):
             for host, ranks_there in layout.by_host(range(count)).items():
                 runtime.send(make_spawn(host, ranks_there, 0))

@@ -48,6 +48,8 @@ class _Procs:
     make_spawn: MakeSpawn
     actors: dict[str, _Actors] = field(default_factory=dict)
     incarnation: int = 0
+    logging: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """What becomes of the lines of ranks, for the agent of another host."""
     causes: dict[int, ProcDown] = field(default_factory=dict)
     """For ranks that were killed to start again: the failure that was the reason."""
     timer: threading.Timer | None = None
@@ -79,6 +81,13 @@ class Keeper:
             kept = self._meshes.get(fields["proc_mesh"])
             if kept is not None:
                 kept.actors[fields["mesh"]] = _Actors(owner, message, set(fields["base_ranks"]))
+
+    def note_logging(self, mesh: str, ranks: Collection[int], option: dict[str, Any]) -> None:
+        """Note what is to become of the lines of procs, should they move to another host."""
+        with self._lock:
+            kept = self._meshes.get(mesh)
+            if kept is not None:
+                kept.logging |= dict.fromkeys(ranks, option)
 
     def forget_actors(self, proc_mesh: str, mesh: str, ranks: Collection[int]) -> None:
         """Note that actors have ended, or have been told to, and are not to be made anew."""
@@ -144,7 +153,11 @@ class Keeper:
         again = [rank for rank in ranks if rank not in verdict.given_up]
         if again:
             adopt = {"mesh": mesh, "ranks": again}
-            self._send(Message("adopt", Address(down.stand_in, AGENT), self._address, adopt))
+            agent = Address(down.stand_in, AGENT)
+            self._send(Message("adopt", agent, self._address, adopt))
+            for rank in kept.logging.keys() & set(again):
+                option = {"mesh": mesh, "ranks": [rank], **kept.logging[rank], **_NO_ANSWER}
+                self._send(Message("logging", agent, self._address, option))
             end = _lost_with(down, mesh, again[0])
             self._publish("procs_restart", ProcsRestart(end, tuple(again), down.replaced_by).to_fields())
             kept.causes.update(dict.fromkeys(verdict.killed, end))
@@ -197,6 +210,10 @@ class Keeper:
         del self._meshes[kept.layout.mesh]
         if kept.timer is not None:
             kept.timer.cancel()
+
+
+_NO_ANSWER = {"port": 0, "rank": 0, "status": "value"}
+"""For an agent that answers: no port has this number."""
 
 
 def _lost_with(down: HostDown, mesh: str, rank: int) -> ProcDown:

@@ -39,6 +39,8 @@ def set_logging(
     runtime = context().actor_instance.runtime
     by_host = layout.by_host(base_ranks)
     by_host.pop(CONTROLLER.host, None)  # the client's own process prints for itself
+    option = {"stream": stream, "window": window, "level": level}
+    runtime.keeper.note_logging(layout.mesh, list(base_ranks), option)
     if stream:
         _streaming_hosts.update(by_host)
         flush_after_each_cell(_flush)
@@ -49,7 +51,7 @@ def set_logging(
                 "logging",
                 Address(host, AGENT),
                 runtime.address,
-                {"mesh": layout.mesh, "ranks": ranks, "stream": stream, "window": window, "level": level},
+                {"mesh": layout.mesh, "ranks": ranks, **option},
             )
             for host, ranks in by_host.items()
         },

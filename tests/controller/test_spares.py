@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -42,6 +43,10 @@ class Counter(Actor):
     @endpoint
     def pid(self) -> int:
         return os.getpid()
+
+    @endpoint
+    def say(self, text: str) -> None:
+        print(text, flush=True)
 
     @endpoint
     def rank(self) -> int:
@@ -229,6 +234,17 @@ def test_a_silent_host_is_replaced_and_cannot_speak_any_more(hosts: Hosts) -> No
     assert agent.wait() == 4  # fenced
     wait_gone(old[1])
     assert counters.pid.call().get(DEADLINE).values()[0] == old[0]
+
+
+def test_lines_of_procs_that_move_come_as_before(hosts: Hosts, capfd: pytest.CaptureFixture[str]) -> None:
+    mesh = hosts.mesh(2, spares=1)
+    procs = mesh.spawn_procs(restart=MANY)
+    asyncio.run(procs.logging_option(stream_to_client=True))
+    counters: Any = procs.spawn("counter", Counter, 10)
+    counters.add.call(1).get(DEADLINE)
+    hosts.kill("h1")
+    eventually(lambda: counters.slice(hosts=1).say.call_one("said at the spare").get(DEADLINE))
+    wait_until(lambda: "said at the spare" in capfd.readouterr().out)
 
 
 def test_a_policy_that_is_over_gives_the_procs_up(hosts: Hosts) -> None:
