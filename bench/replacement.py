@@ -1,10 +1,7 @@
-"""How long a lost node is missing, and how soon the first actor of a job answers, on the test cluster of four nodes.
+"""How long a lost node is missing: until an actor on a spare answers in the place of the one on it.
 
-Starts the cluster of ``tests/slurm_cluster.sh`` (as root). Each figure is measured several times:
-
-- a node of a job with a spare loses its power, or its agent is killed: until an actor on the spare answers;
-- a job is submitted: until an actor on each of its nodes has answered, less what Slurm takes to start a job that only
-  notes the time.
+Starts the test cluster of four nodes (``tests/slurm_cluster.sh``, as root). A node of a job with a spare loses its
+power, or its agent is killed; the procs have a restart policy.
 
     python bench/replacement.py [--runs 3] [--json FILE]
 """
@@ -40,7 +37,6 @@ class Who(Actor):
     def host(self):
         return socket.gethostname()
 
-print("program", time.time(), flush=True)
 who = job_load().state().hosts.spawn_procs(restart=RestartPolicy(max_restarts=100)).spawn("who", Who)
 last = None
 while not Path("stop").exists():
@@ -94,16 +90,15 @@ def said(log: Path, word: str, after: float = 0.0, end: str = "") -> float | Non
     return None
 
 
-def start(spares: int) -> tuple[SlurmJob, Path, float]:
-    """Submit the program; return its job, its log and the time of the submission."""
+def start() -> tuple[SlurmJob, Path]:
+    """Submit the program; return its job and its log once all nodes have answered."""
     Path("stop").unlink(missing_ok=True)
     Path("program.py").write_text(PROGRAM)
-    job = SlurmJob({"hosts": 3}, spares=spares)
-    began = time.time()
+    job = SlurmJob({"hosts": 3}, spares=1)
     job.apply("program.py")
     log = job.folder / "controller.log"
     wait_for(lambda: said(log, "answered", end="n1 n2 n3"))
-    return job, log, began
+    return job, log
 
 
 def finish(job: SlurmJob, cluster: Cluster) -> None:
@@ -115,7 +110,7 @@ def finish(job: SlurmJob, cluster: Cluster) -> None:
 
 
 def replacement(cluster: Cluster, how: str) -> dict[str, float]:
-    job, log, _ = start(spares=1)
+    job, log = start()
     before = time.time()
     if how == "power":
         cluster.call("kill", "n2")
@@ -129,48 +124,18 @@ def replacement(cluster: Cluster, how: str) -> dict[str, float]:
     return {"noticed": noticed - before, "answering": answered - before}
 
 
-def submission(cluster: Cluster) -> dict[str, float]:
-    noted = Path("noted")
-    noted.unlink(missing_ok=True)
-    began = time.time()
-    slurm(
-        "sbatch",
-        "-N3",
-        "--exclusive",
-        "-o",
-        "/dev/null",
-        "--wrap",
-        f"date +%s.%N > {noted.absolute()}.new; mv {noted.absolute()}.new {noted.absolute()}",
-    )
-    wait_for(noted.exists)
-    bare = float(noted.read_text()) - began
-    cluster.wait_idle()
-    job, log, began = start(spares=0)
-    program, answered = said(log, "program"), said(log, "answered")
-    finish(job, cluster)
-    assert program is not None
-    assert answered is not None
-    return {
-        "slurm": bare,
-        "program": program - began,
-        "answer": answered - began,
-        "beyond_slurm": answered - began - bare,
-    }
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure replacements of nodes, and submissions.")
+    parser = argparse.ArgumentParser(description="Measure replacements of nodes.")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)
-    results: dict[str, list[dict[str, float]]] = {"power": [], "agent": [], "submission": []}
+    results: dict[str, list[dict[str, float]]] = {"power": [], "agent": []}
     with tempfile.TemporaryDirectory(prefix="sl", dir="/tmp") as folder:
         cluster = Cluster(Path(folder) / "c")
         os.chdir(folder)
         try:
             for _ in range(options.runs):
-                results["submission"].append(submission(cluster))
                 results["agent"].append(replacement(cluster, "agent"))
                 results["power"].append(replacement(cluster, "power"))
         finally:
