@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
 import asyncio
+import os
 import selectors
 import signal
 import threading
@@ -34,6 +35,14 @@ def set_link(link: StreamLink) -> None:
     """Say which link threads of this process read."""
     global _link
     _link = link
+
+
+def _leave_to_parent() -> None:
+    global _link
+    _link = None  # what comes there is for the parent
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def wake() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 import threading
@@ -127,6 +128,18 @@ def test_many_threads_wait_at_once(spawn: Callable[..., ProcMesh]) -> None:
     for thread in threads:
         thread.join(DEADLINE)
     assert answers == {me: [me * 1000 + number for number in range(100)] for me in range(8)}
+
+
+def test_a_forked_child_that_waits_takes_no_messages_of_its_parent(spawn: Callable[..., ProcMesh]) -> None:
+    actor: Any = spawn(per_host={"n": 1}).spawn("actor", AsyncEcho)
+    assert actor.echo.call_one(0).get(DEADLINE) == 0
+    pending = actor.sleep.call_one(0.3)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(not isinstance(pending.exception(1.0), TimeoutError))
+    assert pending.get(DEADLINE) == 0.3
+    assert actor.echo.call_one(1).get(DEADLINE) == 1
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 @pytest.mark.parametrize("asking", [Echo, AsyncEcho])
