@@ -208,21 +208,20 @@ class HostMesh(MeshTrait):
             "restartable": restart is not None,
         }
 
-        copies = self._copies.copy()
+        places = {host: self._copies[host].spawn_fields(common) for host in hosts if host in self._copies}
 
         def make_spawn(host: str, ranks: list[int], incarnation: int) -> Message:
             first = ranks[0] - ranks[0] % per
             procs = [{"rank": first + i, **binds[i], **commands[first + i]} for i in range(per)]
-            fields = {**common, "procs": procs, "ranks": ranks, "incarnation": incarnation}
-            if host in copies:
-                fields |= copies[host].spawn_fields(fields)
+            here = {"procs": procs, "ranks": ranks, "incarnation": incarnation}
+            fields = {**common, **places.get(host, {}), **here}
             return Message("spawn", Address(host, AGENT), runtime.address, fields, body)
 
         if restart is not None:
             runtime.keeper.keep(layout, restart, count, make_spawn)
         if self.stream_logs:  # asked for before there is a line
             set_logging(layout, range(count), stream=True, window=None, level=None)
-        if callable(bootstrap_command):
+        if callable(bootstrap_command) or places:  # not all hosts are asked for the same
             for host, ranks_there in layout.by_host(range(count)).items():
                 runtime.send(make_spawn(host, ranks_there, 0))
         else:
