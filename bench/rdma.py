@@ -155,11 +155,11 @@ def tcp(runs: int) -> list[dict[str, Any]]:
     ours, plain = [], []
     for _ in range(runs):
         ours += user.copy.call_one(buffer, 1, False).get()[0]
-        server = subprocess.Popen(["iperf3", "-s", "-1", "-p", "5299"], stdout=subprocess.PIPE)
+        server = subprocess.Popen(["iperf3", "-s", "-1", "-p", "5299", "--forceflush"], stdout=subprocess.PIPE)
         assert server.stdout is not None
         server.stdout.readline()
         server.stdout.readline()
-        client = ["iperf3", "-c", "127.0.0.1", "-p", "5299", "-P", str(streams), "-n", f"{size // streams}", "-J"]
+        client = ["iperf3", "-c", "127.0.0.1", "-p", "5299", "-P", str(streams), "-n", str(size), "-J"]
         got = json.loads(subprocess.run(client, check=True, capture_output=True, text=True).stdout)["end"][
             "sum_received"
         ]
