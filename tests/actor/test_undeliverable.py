@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,9 +117,11 @@ def test_a_message_to_a_process_that_is_killed(
     sender: Any = grid.slice(x=0, y=0).spawn("sender", Sender, "drop")
     target: Any = spawn(name="doomed").spawn("target", Target)
     pid = target.pid.call_one().get(DEADLINE)
-    # A process that is held takes nothing in.
-    os.kill(pid, signal.SIGSTOP if when == "before" else signal.SIGKILL)
-    if when == "after":
+    if when == "before":  # a process that is held takes nothing in
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: _is_stopped(pid), "all its threads are held")
+    else:
+        os.kill(pid, signal.SIGKILL)
         assert isinstance(target.get.call_one().exception(DEADLINE), SupervisionError)
     port, _ = Channel.open()
     sender.put.call_one(target, 1).get(DEADLINE)
@@ -127,6 +130,11 @@ def test_a_message_to_a_process_that_is_killed(
         os.kill(pid, signal.SIGKILL)
     assert all("Killed(sig=9)" in why for _, _, why in heard(sender, 2))
     faults.wait()
+
+
+def _is_stopped(pid: int) -> bool:
+    threads = [stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(threads) == {"T"}
 
 
 @pytest.mark.parametrize("answer", ["fail", "raise"])
