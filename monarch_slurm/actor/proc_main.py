@@ -90,6 +90,8 @@ class _Proc:
             logging.getLogger().setLevel(message.fields["level"])
         elif message.kind == "ping":
             self._link.send(Message("pong", message.src, self._runtime.address))
+        elif message.kind == "watch":
+            return  # on its way it has told all who have to know that they are to tell of this process's end
         else:
             logger.error("unknown message %r from %s", message.kind, message.src)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from monarch_slurm.actor.replies import VALUE
 from monarch_slurm.actor.runtime import Runtime
-from monarch_slurm.wire import Address
+from monarch_slurm.wire import CONTROLLER, Address, Message
 
 
 def watch_process(runtime: Runtime, process: Address, on_lost: Callable[[str], None]) -> Callable[[], None]:
@@ -25,6 +25,9 @@ def watch_process(runtime: Runtime, process: Address, on_lost: Callable[[str], N
     known = runtime.why_down(process, None)
     if known is not None:
         replies.lose([process], lambda *_, known=known: known)
+    elif process.host != CONTROLLER.host:
+        # Makes the two contacts; and if the process has ended already, this is answered with how.
+        runtime.send(Message("watch", process, runtime.address))
 
     def end() -> None:
         replies.take(number, 0, VALUE, [])

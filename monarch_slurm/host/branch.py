@@ -18,7 +18,7 @@ from monarch_slurm.config import settings
 from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.host.cast_order import CastOrder
 from monarch_slurm.host.folds import Folder, is_foldable
-from monarch_slurm.host.shares import APART, divide, for_one_host
+from monarch_slurm.host.shares import APART, FOR_OTHERS, divide, for_one_host
 from monarch_slurm.wire import (
     AGENT,
     CONTROLLER,
@@ -90,8 +90,8 @@ class Branch:
         return Message("heartbeat", CONTROLLER, self._address, {"casts": casts} if casts else {})
 
     def send(self, message: Message) -> None:
-        """Send a message to another host or to the controller; those for the controller arrive in this order."""
-        if message.dst.host == CONTROLLER.host:
+        """Send a message to other hosts or to the controller; what is for one of them arrives there in this order."""
+        if message.dst.host == CONTROLLER.host and message.kind not in FOR_OTHERS:
             if (self._linked or self._door is not None) and is_foldable(message):
                 if self._folder.add(message):
                     self._loop.call_after(self._flush)

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import zmq
@@ -14,11 +14,12 @@ import zmq
 from monarch_slurm.config import settings
 from monarch_slurm.host.cast_order import CastOrder
 from monarch_slurm.host.caster import Caster
+from monarch_slurm.host.contacts import Contacts
 from monarch_slurm.host.exits import SILENT, HostDown
 from monarch_slurm.host.folds import entries
 from monarch_slurm.host.identity import pid_space
 from monarch_slurm.host.places import Places
-from monarch_slurm.host.shares import for_one_host
+from monarch_slurm.host.shares import FOR_OTHERS, for_one_host
 from monarch_slurm.wire import (
     AGENT,
     CONTROLLER,
@@ -101,6 +102,7 @@ class Hub:
         self._link = AgentLinks(
             loop, router, self._from_agent, self._agent_fault, self._agent_closed, self._quickly_from_agent
         )
+        self._contacts = Contacts()
         self._orders: dict[str, CastOrder] = {}
         self._caster = Caster(current.max_cast_fanout, self._link.send)
         loop.call_soon(self._beat)
@@ -153,15 +155,17 @@ class Hub:
             return
         with self._lock:
             self._redirect(message)
+            self._contacts.note(message)
             waiting = self._expected.get(message.dst.host)
             if waiting is not None:
                 waiting.append(message)
                 return
-            try:
-                self._caster.direct(message, message.dst.host)
-                return
-            except UnknownPeerError:
-                pass
+            if message.dst.host not in self._gone:  # what is given up may still have a connection
+                try:
+                    self._caster.direct(message, message.dst.host)
+                    return
+                except UnknownPeerError:
+                    pass
         self._loop.call_soon(lambda: self._undeliverable(message))
 
     def _redirect(self, message: Message) -> None:
@@ -225,6 +229,7 @@ class Hub:
     def _cast(self, message: Message) -> None:
         """Send one message to the procs of many hosts. For any thread; keeps the order of one thread."""
         with self._lock:
+            self._contacts.note_cast(message, [host for host, _ in message.fields["targets"]])
             absent, unreachable = self._caster.cast(message)
             fields = {name: value for name, value in message.fields.items() if name not in ("targets", "key")}
             cast = replace(message, fields=fields, encoded=None)
@@ -275,7 +280,7 @@ class Hub:
             self._unfold(message)
         elif message.kind == "hello":
             self._joined(peer, message)
-        elif message.dst.host != CONTROLLER.host:
+        elif message.dst.host != CONTROLLER.host or message.kind in FOR_OTHERS:
             self.send(message)
         elif peer in self._orders:
             if message.kind == "barrier":
@@ -293,11 +298,11 @@ class Hub:
         """Take a message for the controller when it is its turn among those of its host."""
         if message.kind == "bye":
             self._left(message.src.host)
-        elif message.kind in ("publish", "casts"):
-            self.send(message)
         else:
             if message.kind == "proc_down":
-                self._tell_agents(message, but=message.src.host)
+                with self._lock:
+                    told = self._contacts.of_proc(message.fields, self.hosts)
+                self._tell_agents(message, told - {message.src.host})
             self._on_message(message)
 
     def _quickly_from_agent(self, peer: str, message: Message) -> bool:
@@ -381,13 +386,14 @@ class Hub:
             with self._lock:
                 self.places.move(down.host, host)
         self._gone[down.host] = down
-        self._tell_agents(Message("host_down", Address("", AGENT), CONTROLLER, down.to_fields()), but=down.host)
+        with self._lock:
+            told = set(self.hosts) if down.stand_in else self._contacts.of_host(down.host, self.hosts)
+        self._tell_agents(Message("host_down", Address("", AGENT), CONTROLLER, down.to_fields()), told)
         self._on_host_down(down)
 
-    def _tell_agents(self, message: Message, but: str) -> None:
-        for peer in self.hosts:
-            if peer != but:
-                self._send_quietly(Message(message.kind, Address(peer, AGENT), message.src, message.fields))
+    def _tell_agents(self, message: Message, hosts: Iterable[str]) -> None:
+        for host in hosts:
+            self._send_quietly(Message(message.kind, Address(host, AGENT), message.src, message.fields))
 
 
 def _agent_settings() -> dict[str, object]:

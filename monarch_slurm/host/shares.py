@@ -16,6 +16,9 @@ from monarch_slurm.wire import Address, Message
 APART = frozenset(("heartbeat", "welcome", "fenced", "share", "barrier", "tree_child", "tree_parent", "tree_cut"))
 """Kinds of messages that have no place in the order of what is sent to a host."""
 
+FOR_OTHERS = frozenset(("casts", "publish"))
+"""Kinds of messages to the controller that are for other hosts: their order is that of what goes to those."""
+
 Ranks = Sequence[int]
 
 

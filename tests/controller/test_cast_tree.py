@@ -77,24 +77,26 @@ class Tree:
         wait_until(self.whole, "every host is linked to the one above")
 
     def whole(self) -> bool:
-        return all(self.tree.linked(host) or self.tree.slot(host) < FANOUT for host in self.mesh._hosts)
+        return all(self.tree.linked(host) or self.tree.parent(host) is None for host in self.mesh._hosts)
 
-    def at(self, slot: int) -> str:
-        host = self.tree.host(slot)
-        assert host is not None
-        return host
+    def below(self, host: str) -> list[str]:
+        """The hosts of the mesh that are reached through ``host``."""
+        return [other for other in self.mesh._hosts if host in self.tree.way(other)[1:]]
 
-    def rank(self, slot: int) -> int:
-        return self.mesh._hosts.index(self.at(slot))
+    @property
+    def inner(self) -> str:
+        """The host that most others are reached through."""
+        return max(self.mesh._hosts, key=lambda host: len(self.below(host)))
 
-    def pid(self, slot: int) -> int:
-        return self.agents[self.at(slot)].pid
+    def rank(self, host: str) -> int:
+        return self.mesh._hosts.index(host)
 
 
 @pytest.fixture
 def tree(tmp_path: Path, agents: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch) -> Tree:
     caster, targets = client().hub._caster, client().runtime._targets
-    wait_until(lambda: not client().joined, "hosts of earlier tests have gone")
+    # The agent of this machine may be there from earlier tests.
+    wait_until(lambda: {info.host for info in client().joined} <= {client()._local.id}, "others have gone")
     monkeypatch.setenv("MONARCH_SLURM_MAX_CAST_FANOUT", str(FANOUT))
     monkeypatch.setattr(caster.tree, "fanout", FANOUT)
     monkeypatch.setattr(targets, "_fanout", FANOUT)
@@ -124,7 +126,7 @@ def test_all_adverbs_slices_and_senders_keep_their_order(tree: Tree, failures: l
     casts = client().hub._caster._number
     remote = {
         name: callers.slice(hosts=host, gpus=gpu).tell.call_one(parts, name, 100, host)
-        for name, host, gpu in [("first", 0, 0), ("inner", tree.rank(1), 1), ("leaf", HOSTS - 1, 0)]
+        for name, host, gpu in [("first", 0, 0), ("inner", tree.rank(tree.inner), 1), ("leaf", HOSTS - 1, 0)]
     }
     sent: dict[str, list[list[int]]] = {}
 
@@ -152,8 +154,8 @@ def test_an_inner_host_that_is_lost_costs_nobody_else_a_message(
 ) -> None:
     logs: Any = tree.mesh.spawn_procs().spawn("log", Log)
     logs.get.call().get(DEADLINE)
-    lost, pid = tree.rank(0), tree.pid(0)
-    below = [rank for rank, host in enumerate(tree.mesh._hosts) if tree.at(0) in tree.tree.way(host) and rank != lost]
+    lost, pid = tree.rank(tree.inner), tree.agents[tree.inner].pid
+    below = [tree.rank(host) for host in tree.below(tree.inner)]
     assert len(below) >= 2
     others = [rank for rank in range(HOSTS) if rank != lost]
     count = 300
@@ -186,13 +188,16 @@ def test_an_inner_host_that_is_lost_costs_nobody_else_a_message(
 def test_a_new_host_takes_the_place_of_a_lost_one(
     tree: Tree, agents: Callable[..., Agent], failures: list[MeshFailure], tmp_path: Path
 ) -> None:
-    os.kill(tree.pid(0), signal.SIGKILL)
-    wait_until(lambda: len(client().joined) == HOSTS - 1)
+    lost, there = tree.inner, len(client().joined)
+    slot = tree.tree.slot(lost)
+    os.kill(tree.agents[lost].pid, signal.SIGKILL)
+    wait_until(lambda: len(client().joined) == there - 1)
     agents(tmp_path / "job", "new")
-    again = gather_hosts(["new", *tree.mesh.host_names[:0]], timeout=DEADLINE)
-    assert tree.at(0) == again._hosts[0]
-    wait_until(lambda: all(tree.tree.linked(host) for slot, host in tree.tree._hosts.items() if slot >= FANOUT))
-    everybody = gather_hosts([info.name for info in client().joined], timeout=0)
+    new = gather_hosts(["new"], timeout=DEADLINE)._hosts[0]
+    assert tree.tree.host(slot) == new
+    hosts = [host for host in tree.mesh._hosts if host != lost]
+    wait_until(lambda: all(tree.tree.linked(host) or tree.tree.parent(host) is None for host in [new, *hosts]))
+    everybody = gather_hosts(["new", *(host.partition("#")[0] for host in hosts)], timeout=0)
     logs: Any = everybody.spawn_procs().spawn("log", Log)
     parts = [logs, logs.slice(hosts=slice(0, 4))]
     sent = talk(parts, "me", 50, 1)
@@ -204,7 +209,9 @@ def test_strangers_at_the_door_of_an_agent_get_nothing(tree: Tree, tmp_path: Pat
     logs: Any = tree.mesh.spawn_procs().spawn("log", Log)
     logs.get.call().get(DEADLINE)
     invitation = read_invitation(tmp_path / "job" / "controller.json")
-    (port,) = {c.laddr.port for c in psutil.Process(tree.pid(0)).net_connections("tcp") if c.status == "LISTEN"}
+    (port,) = {
+        c.laddr.port for c in psutil.Process(tree.agents[tree.inner].pid).net_connections("tcp") if c.status == "LISTEN"
+    }
     at_door = replace(invitation, address=f"tcp://127.0.0.1:{port}", server_public=invitation.agent_public)
     other = JobKeys.make()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -218,8 +225,8 @@ def test_strangers_at_the_door_of_an_agent_get_nothing(tree: Tree, tmp_path: Pat
     ]:
         dealer = make_dealer(context, host)
         connect_tcp(dealer, keys)
-        dealer.send_multipart(encode(Message("below", Address(tree.at(0), AGENT), Address(host, AGENT)), 0))
-        wait_until(lambda told=told: told in tree.agents[tree.at(0)].text(), told)
+        dealer.send_multipart(encode(Message("below", Address(tree.inner, AGENT), Address(host, AGENT)), 0))
+        wait_until(lambda told=told: told in tree.agents[tree.inner].text(), told)
     logs.add.call(1).get(DEADLINE)
     assert not dealer.poll(0)
     context.destroy(linger=0)

@@ -21,7 +21,7 @@ import pytest
 from job_agents import Agent, Worker
 from support import DEADLINE, REPOSITORY, is_alive, wait_gone, wait_until
 
-from monarch_slurm.actor import HostMesh, MeshFailure, SupervisionError, this_host
+from monarch_slurm.actor import Actor, HostMesh, MeshFailure, SupervisionError, context, endpoint, this_host
 from monarch_slurm.controller import (
     FolderError,
     HostsMissingError,
@@ -365,3 +365,44 @@ def test_a_controller_without_descriptors_says_what_to_raise(
 def _first_free_descriptor() -> int:
     with open("/dev/null") as null:
         return null.fileno()
+
+
+# ---- news
+
+
+class Watcher(Actor):
+    @endpoint
+    def call(self, whom: Any) -> list[int]:
+        values: list[int] = whom.pid.call().get().values()
+        return values
+
+    @endpoint
+    def fails(self, whom: Any) -> str:
+        return str(whom.pid.call().exception(DEADLINE))
+
+    @endpoint
+    def ended(self) -> int:
+        return len(context().actor_instance.runtime._ends._procs)
+
+    def __supervise__(self, failure: MeshFailure) -> bool:
+        return True
+
+
+def test_news_of_an_end_goes_to_those_who_had_to_do_with_it(
+    folder: Path, agents: Callable[..., Agent], failures: list[MeshFailure]
+) -> None:
+    for name in ("one", "near", "far"):
+        agents(folder, name)
+    hosts = gather_hosts(["one", "near", "far"], timeout=DEADLINE)
+    workers: Any = hosts.slice(hosts=0).spawn_procs({"n": 2}).spawn("worker", Worker)
+    near: Any = hosts.slice(hosts=1).spawn_procs().spawn("near", Watcher)
+    far: Any = hosts.slice(hosts=2).spawn_procs().spawn("far", Watcher)
+    pids = near.call.call_one(workers).get(DEADLINE)
+    assert far.ended.call_one().get(DEADLINE) == 0
+    os.kill(pids[0], signal.SIGKILL)
+    wait_until(lambda: failures)
+    wait_until(lambda: near.ended.call_one().get(DEADLINE) == 1)
+    assert far.ended.call_one().get(DEADLINE) == 0
+    # Who asks later is told then.
+    assert "Killed(sig=9)" in far.fails.call_one(workers.slice(n=0)).get(DEADLINE)
+    assert far.call.call_one(workers.slice(n=1)).get(DEADLINE) == pids[1:]
