@@ -131,9 +131,10 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = str(ROOT)
     results: dict[str, list[dict[str, float]]] = {"power": [], "agent": []}
-    with tempfile.TemporaryDirectory(prefix="sl", dir="/tmp") as folder:
-        cluster = Cluster(Path(folder) / "c")
-        os.chdir(folder)
+    # munged wants a folder of the cluster that everybody may enter, which its script sees to
+    with tempfile.TemporaryDirectory(prefix="sl", dir="/tmp") as folder, tempfile.TemporaryDirectory() as work:
+        cluster = Cluster(Path(folder))
+        os.chdir(work)
         try:
             for _ in range(options.runs):
                 results["agent"].append(replacement(cluster, "agent"))

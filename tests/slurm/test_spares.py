@@ -76,6 +76,47 @@ def test_a_node_that_is_not_fit_is_left_out(cluster: Cluster, program: Program, 
     end(job)
 
 
+@pytest.mark.slow
+def test_slurm_is_asked_for_another_node(cluster: Cluster, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_SLURM_MESH_ORPHAN_TIMEOUT", "5")
+    job = SlurmJob({"hosts": 3}, on_lost="request")
+    job.apply(program(KEPT))
+    log = job.folder / "controller.log"
+    wait_until(lambda: "answering: n1 n2 n3" in read(log), "all nodes to answer")
+    cluster.kill("n2")
+    wait_until(lambda: "answering: n1 n4 n3" in read(log), "the new node to answer in place of n2")
+    assert "told: restarted, n2 replaced by a host that is asked for" in read(log)
+    assert "fault:" not in read(log)
+    (small,) = [line for line in cluster.run("squeue", "-h", "-o", "%i %j %N").splitlines() if "-more" in line]
+    assert small.split()[1:] == ["monarch_job-more", "n4"]
+    # The cluster has no further node, so that the next request is refused, and the procs of n3 are given up.
+    cluster.kill("n3")
+    wait_until(lambda: "no other node came" in read(log), "the refusal")
+    wait_until(lambda: "told: failed" in read(log), "the owner to be told")
+    end(job)
+    wait_until(lambda: not cluster.run("squeue", "-h").strip(), "the end of all jobs")
+    assert "COMPLETED" in cluster.run("scontrol", "show", "job", small.split()[0])
+
+
+@pytest.mark.parametrize("how", ["program", "scancel"])
+def test_a_request_that_waits_is_not_left_in_the_queue(cluster: Cluster, program: Program, how: str) -> None:
+    blocking = cluster.run("sbatch", "--parsable", "-w", "n4", "--exclusive", "--wrap", "sleep 300").strip()
+    wait_until(lambda: "n4" in cluster.run("squeue", "-h", "-t", "RUNNING", "-o", "%N"), "n4 to be busy")
+    job = SlurmJob({"hosts": 3}, on_lost="request")
+    job.apply(program(KEPT))
+    log = job.folder / "controller.log"
+    wait_until(lambda: "answering: n1 n2 n3" in read(log), "all nodes to answer")
+    # Silent, but there: its step is not started again, so nothing comes back on n2.
+    cluster.call("exec", "n2", "pkill", "-STOP", "-f", "monarch_slurm.host --folder")
+    wait_until(lambda: "-more" in cluster.run("squeue", "-h", "-t", "PENDING", "-o", "%j"), "the request")
+    if how == "program":
+        Path("stop").touch()
+    else:
+        job.kill()
+    cluster.call("exec", "n2", "pkill", "-CONT", "-f", "monarch_slurm.host --folder")
+    wait_until(lambda: cluster.run("squeue", "-h", "-o", "%i").split() == [blocking], "the end of all other jobs")
+
+
 def test_what_makes_no_sense() -> None:
     for kwargs in ({"spares": -1}, {"spares": True}, {"on_lost": "pray"}):
         with pytest.raises(JobSpecError):
