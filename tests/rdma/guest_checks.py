@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import monarch_slurm.actor
-from monarch_slurm.actor import HostMesh, shutdown_context, this_host
+from monarch_slurm.actor import HostMesh, SupervisionError, shutdown_context, this_host
 from monarch_slurm.config import configure
 from monarch_slurm.rdma import RDMABuffer, RegistrationError, get_rdma_backend, recent_transfers
 from rdma.actors import Holder, digest, pattern
@@ -126,6 +126,8 @@ def killed_peer(host: HostMesh, user: Any) -> None:
     buffer = doomed.make.call_one(100_000, 3).get(60)
     check(user, buffer, 3)
     os.kill(doomed.pid.call_one().get(60), signal.SIGKILL)
+    # Until it has ended, which takes a while here, the device still reads its memory.
+    assert isinstance(doomed.pid.call_one().exception(60), SupervisionError)
     kind, text = user.read_error.call_one(buffer).get(60)
     assert kind == "PeerLostError", (kind, text)
 

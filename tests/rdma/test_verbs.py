@@ -41,7 +41,7 @@ def run_in_guest(cache: Path, command: list[str], *options: str) -> str:
         "MONARCH_SLURM_NATIVE_BUILD": "never",
         "MONARCH_SLURM_NATIVE_STRICT": "1",
         "MONARCH_SLURM_PROC_START_TIMEOUT": "200",
-        "MONARCH_SLURM_HEARTBEAT_INTERVAL": "5",
+        "MONARCH_SLURM_HEARTBEAT_INTERVAL": "20",
         "MONARCH_SLURM_PROCESS_EXIT_TIMEOUT": "60",
         "PYTHONPATH": f"{ROOT}:{ROOT}/tests",
     }
