@@ -106,7 +106,9 @@ class LocalHost:
             self._closed = True
             running = self._process is not None
         if running and not self._ended.wait(timeout):
-            logger.warning("the agent of this machine has not ended within %g s: killing it", timeout)
+            # One that still starts has nothing that could be lost.
+            level = logging.WARNING if self._agent_pid else logging.INFO
+            logger.log(level, "the agent of this machine has not ended within %g s: killing it", timeout)
             self._kill()
             self._ended.wait(_KILL_SECONDS)
 

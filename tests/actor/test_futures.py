@@ -106,7 +106,7 @@ def test_await_needs_a_loop(one: Any) -> None:
 
 def test_get_inside_a_loop_warns_and_works(one: Any) -> None:
     async def block() -> object:
-        return one.sleep.call_one(0.01).get(DEADLINE)
+        return one.sleep.call_one(0.5).get(DEADLINE)
 
     with pytest.warns(UserWarning, match="called from within an active event loop"):
         assert asyncio.run(block()) is None
