@@ -8,7 +8,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-rdma test-quick lint format bench clean
+.PHONY: demo test test-here test-slurm test-rdma test-quick lint format bench clean
 
 demo: $(VENV)/.train
 	$(BIN)/monarch-slurm train --local --replicas 4 --model tiny --tokens 900000 --fail-every 6 --step-deadline 3
@@ -17,8 +17,16 @@ test: $(VENV)/.dev
 	bash tests/install_packages.sh
 	bash tests/native/vendor_headers.sh $(BIN)/python $(VENV)/vendor
 	$(MAKE) lint
-	$(BIN)/python -m pytest -m "not slow" tests
-	$(BIN)/python -m pytest -m "slow" tests
+	$(MAKE) --jobs=2 --keep-going --output-sync=target test-here test-slurm
+
+# Two lanes, because either mostly waits. Quick tests first.
+test-here:
+	$(BIN)/python -m pytest -m "not slow and not slurm" tests
+	$(BIN)/python -m pytest -m "slow and not slurm" tests
+
+test-slurm:
+	$(BIN)/python -m pytest -m "slurm and not slow" tests
+	$(BIN)/python -m pytest -m "slurm and slow" tests
 
 # Soft-RoCE devices in QEMU guests: several minutes.
 test-rdma: $(VENV)/.dev

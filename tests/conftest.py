@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from job_agents import Agent
 from support import wait_gone
@@ -15,12 +18,21 @@ import monarch_slurm.actor as public
 from monarch_slurm.actor import MeshFailure
 
 os.environ["MONARCH_SLURM_NATIVE_STRICT"] = "1"
+# What else runs on this machine is no test's business. Short, for sockets.
+os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="mt-", dir="/tmp")
+# How long an example takes depends on what else runs.
+hypothesis.settings.register_profile("shared machine", deadline=None)
+hypothesis.settings.load_profile("shared machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update", action="store_true", help="renew the recorded files that generated text is compared with"
     )
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

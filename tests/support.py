@@ -50,7 +50,7 @@ def descendants(pid: int) -> list[int]:
 
 def socket_folders() -> set[str]:
     """Folders of Unix sockets that are there now."""
-    return {str(path) for path in Path("/tmp").glob(f"ms-{os.getuid()}-*")}
+    return {str(path) for path in Path(os.environ["XDG_RUNTIME_DIR"]).glob(f"ms-{os.getuid()}-*")}
 
 
 class Program:

@@ -35,6 +35,7 @@ from monarch_slurm.job.nodelist import compress
 from monarch_slurm.job.status import run_command
 from monarch_slurm.job.steps import Steps
 from monarch_slurm.job.supervisor import CHECK_SECONDS, Signals, set_up_log
+from monarch_slurm.wire import sweep_runtime_dirs
 
 if TYPE_CHECKING:
     from monarch_slurm.actor import HostMesh, MeshFailure
@@ -256,6 +257,7 @@ class _Supervisor:
                 run_command(["scancel", *left])
         except JobError as error:
             logger.warning("cannot see whether steps are left: %s", error)
+        sweep_runtime_dirs()  # a program that was killed, as by closing its terminal, leaves its own
 
 
 def main() -> None:

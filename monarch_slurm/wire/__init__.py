@@ -20,7 +20,7 @@ from monarch_slurm.wire.liveness import Liveness
 from monarch_slurm.wire.loop import Loop, Timer
 from monarch_slurm.wire.pickling import dumps, loads
 from monarch_slurm.wire.plain import pack, unpack
-from monarch_slurm.wire.runtime_dir import SocketPathError, make_runtime_dir, remove_runtime_dir
+from monarch_slurm.wire.runtime_dir import SocketPathError, make_runtime_dir, remove_runtime_dir, sweep_runtime_dirs
 from monarch_slurm.wire.sockets import BindError, Gatekeeper
 from monarch_slurm.wire.stream_link import StreamLink
 
@@ -52,6 +52,7 @@ __all__ = [
     "pack",
     "read_invitation",
     "remove_runtime_dir",
+    "sweep_runtime_dirs",
     "unpack",
     "write_invitation",
 ]

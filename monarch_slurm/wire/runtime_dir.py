@@ -41,11 +41,7 @@ def make_runtime_dir() -> Path:
     Raises:
         SocketPathError: it cannot be made there, or the paths of sockets in it would be too long.
     """
-    configured = settings().runtime_dir
-    base = Path(configured or os.environ.get("XDG_RUNTIME_DIR") or "/tmp")  # noqa: S108 - mkdtemp makes the name
-    prefix = _prefix()
-    if not configured and (not os.access(base, os.W_OK | os.X_OK) or not _is_short(base / f"{prefix}{_RANDOM_PART}")):
-        base = Path("/tmp")  # noqa: S108
+    base, prefix = _base(), _prefix()
     try:
         folder = _make_locked(base, prefix)
     except OSError as error:
@@ -58,7 +54,7 @@ def make_runtime_dir() -> Path:
     except SocketPathError:
         remove_runtime_dir(folder)
         raise
-    _sweep(base, prefix)
+    sweep_runtime_dirs()
     return folder
 
 
@@ -123,10 +119,18 @@ def _make_locked(base: Path, prefix: str) -> Path:
         os.close(lock)
 
 
-def _sweep(base: Path, prefix: str) -> None:
-    """Remove folders whose process is gone."""
-    for folder in base.glob(f"{prefix}*"):
+def sweep_runtime_dirs() -> None:
+    """Remove the folders of `make_runtime_dir` whose process is gone."""
+    for folder in _base().glob(f"{_prefix()}*"):
         sweep_away(folder)
+
+
+def _base() -> Path:
+    configured = settings().runtime_dir
+    base = Path(configured or os.environ.get("XDG_RUNTIME_DIR") or "/tmp")  # noqa: S108 - mkdtemp makes the name
+    if configured or (os.access(base, os.W_OK | os.X_OK) and _is_short(base / f"{_prefix()}{_RANDOM_PART}")):
+        return base
+    return Path("/tmp")  # noqa: S108
 
 
 def _prefix() -> str:
