@@ -131,6 +131,8 @@ def test_a_second_program_is_refused_or_takes_the_nodes_over(cluster: Cluster, s
         second.expect("\ntaken 3\n")
         shell.type("who.host.call().get(timeout=30)")
         shell.expect("SupervisionError")
+        shell.type("exit()")
+        shell.expect(PROMPT)
         second.type("exit()")
         wait_until(lambda: not cluster.run("squeue", "-s", "-h").strip(), "all steps to end")
     finally:
