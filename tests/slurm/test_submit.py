@@ -55,7 +55,9 @@ def test_a_folder_with_blanks_and_quotes_and_all_options_are_taken(cluster: Clus
         exclusive=False,
         setup=["export MARK='set up'"],
     )
-    code, out = run(job, ["bash", "-c", "hostname; echo $MARK $SLURM_CPUS_PER_TASK $CUDA_VISIBLE_DEVICES"])
+    begun = 'until [ -e "$MONARCH_SLURM_JOB_FOLDER/logs/n4.log" ]; do sleep 0.1; done'
+    script = f"{begun}; hostname; echo $MARK $SLURM_CPUS_PER_TASK $CUDA_VISIBLE_DEVICES"
+    code, out = run(job, ["bash", "-c", script])
     assert (code, out) == (0, "n3\nset up 6 0,1\n")
     assert "Comment=two words" in cluster.run("scontrol", "show", "job", str(job.job_id))
     assert {path.name for path in (job.folder / "logs").iterdir()} == {"n3.log", "n4.log"}
