@@ -70,7 +70,8 @@ def test_a_node_that_boots_again_costs_the_others_nothing(cluster: Cluster, prog
         "another agent, if the node is still in the job",
     )
     assert agents(cluster, others) == others
-    assert read(job.folder / "controller.log").splitlines()[-1] == "answering: n1 n2 n4"
+    lines = read(job.folder / "controller.log").splitlines()
+    assert [line for line in lines if "takes the place of the lost host n3" not in line][-1] == "answering: n1 n2 n4"
     finish(job)
 
 
