@@ -160,6 +160,8 @@ def check(plan: Plan) -> Any:
     if plan.resume is not None:
         if not (Path(plan.resume) / JOURNAL).exists():
             raise ConfigError(f"{plan.resume} is not the folder of a run: it has no {JOURNAL}")
+        if _finished(Path(plan.resume)) is not None:
+            raise ConfigError(f"the run in {plan.resume} has trained all its tokens; start a new one without --resume")
         history(Path(plan.resume), plan.config)
     if plan.reference in ("auto", "none"):
         return None

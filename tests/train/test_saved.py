@@ -109,3 +109,15 @@ def test_a_run_goes_on_with_the_same_options_only(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot go on with other options: --seed was 3"):
         check(Plan(TrainConfig(), resume=str(tmp_path)))
     check(Plan(TrainConfig(seed=3, tokens=1), resume=str(tmp_path)))
+
+
+def test_a_run_that_has_finished_does_not_go_on(tmp_path: Path) -> None:
+    from monarch_slurm.errors import ConfigError
+    from monarch_slurm.train.config import TrainConfig
+    from monarch_slurm.train.report import SCHEMA
+    from monarch_slurm.train.session import Plan, check
+
+    (tmp_path / "journal.jsonl").touch()
+    (tmp_path / "report.json").write_text(json.dumps({"schema": SCHEMA, "summary": {"ok": True}}))
+    with pytest.raises(ConfigError, match="has trained all its tokens"):
+        check(Plan(TrainConfig(), resume=str(tmp_path)))
