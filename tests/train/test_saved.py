@@ -118,6 +118,7 @@ def test_a_run_that_has_finished_does_not_go_on(tmp_path: Path) -> None:
     from monarch_slurm.train.session import Plan, check
 
     (tmp_path / "journal.jsonl").touch()
-    (tmp_path / "report.json").write_text(json.dumps({"schema": SCHEMA, "summary": {"ok": True}}))
+    parts = {"summary": {"ok": True}, "failures": [], "curves": {}, "replicas": [], "events": []}
+    (tmp_path / "report.json").write_text(json.dumps({"schema": SCHEMA, **parts}))
     with pytest.raises(ConfigError, match="has trained all its tokens"):
         check(Plan(TrainConfig(), resume=str(tmp_path)))
