@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
+
+from monarch_slurm.cli import main
 
 REPOSITORY = Path(__file__).parent.parent
 DEADLINE = 60.0
@@ -51,6 +54,20 @@ def descendants(pid: int) -> list[int]:
 def socket_folders() -> set[str]:
     """Folders of Unix sockets that are there now."""
     return {str(path) for path in Path(os.environ["XDG_RUNTIME_DIR"]).glob(f"ms-{os.getuid()}-*")}
+
+
+def run_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str]:
+    """Run ``monarch-slurm`` in this process; return its exit code and all that it prints."""
+    monkeypatch.setattr("sys.argv", ["monarch-slurm", *arguments])
+    code = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
 
 
 class Program:

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support import run_command
 
-from monarch_slurm.cli import main
 from monarch_slurm.cli.status_view import span
 from monarch_slurm.job.folder import JobFolder
 from monarch_slurm.train.answers import answers_of
@@ -33,15 +33,9 @@ def _outside_of_any_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     def call(*arguments: str) -> tuple[int, str]:
-        monkeypatch.setattr("sys.argv", ["monarch-slurm", *arguments])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.err
-        return code, captured.out + captured.err
+        code, text = run_command(monkeypatch, capsys, *arguments)
+        assert "Traceback" not in text
+        return code, text
 
     return call
 

@@ -6,20 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from support import run_command
 
 from monarch_slurm import config
-from monarch_slurm.cli import main
-
-
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    monkeypatch.setattr("sys.argv", ["monarch-slurm", *arguments])
-    code = 0
-    try:
-        main()
-    except SystemExit as end:
-        code = int(end.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out + captured.err
 
 
 @pytest.mark.parametrize(
@@ -50,7 +39,7 @@ def test_bad_input_is_told_without_a_traceback(
     words: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    got, output = run(monkeypatch, capsys, *arguments)
+    got, output = run_command(monkeypatch, capsys, *arguments)
     assert got == code, output
     assert words in output
     assert "Traceback" not in output
@@ -62,17 +51,17 @@ def test_no_slurm_on_the_path(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    code, output = run(monkeypatch, capsys, "train", "--nodes", "2")
+    code, output = run_command(monkeypatch, capsys, "train", "--nodes", "2")
     assert code == 1
     assert "sbatch" in output
     assert "Traceback" not in output
 
 
 def test_help_and_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, output = run(monkeypatch, capsys, "train", "--help")
+    code, output = run_command(monkeypatch, capsys, "train", "--help")
     assert code == 0
     assert "--fail-every" in output
-    code, output = run(monkeypatch, capsys, "--version")
+    code, output = run_command(monkeypatch, capsys, "--version")
     assert code == 0
     assert "monarch-slurm" in output
 
@@ -82,7 +71,7 @@ def test_a_folder_for_sockets_that_cannot_be_used_is_told_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with config.configured(runtime_dir="/proc"):
-        code, output = run(monkeypatch, capsys, "train", "--local", "--model", "tiny")
+        code, output = run_command(monkeypatch, capsys, "train", "--local", "--model", "tiny")
     assert code == 1
     assert output.splitlines() == [output.strip()]
     assert output.startswith("error: cannot make a folder for sockets in /proc")
