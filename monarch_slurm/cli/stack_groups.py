@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import monarch_slurm
+from monarch_slurm.rank_ranges import ranges
 
 if TYPE_CHECKING:
     from monarch_slurm.host.stacks import Frame, Stacks, Thread
@@ -98,19 +99,8 @@ def _title(members: list[Rank]) -> str:
     for rank in members:
         meshes[rank.mesh].append(rank.number)
     count = f"{len(members)} rank{'s' if len(members) > 1 else ''}"
-    names = "; ".join(f"{mesh} {_ranges(numbers)}" for mesh, numbers in meshes.items())
+    names = "; ".join(f"{mesh} {ranges(numbers)}" for mesh, numbers in meshes.items())
     places = {rank.host for rank in members}
     where = f"on {places.pop()}" if len(places) == 1 else f"on {len(places)} hosts"
     pid = f", pid {members[0].stacks.pid}" if len(members) == 1 else ""
     return f"{count}: {names} ({where}{pid})"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``0-2,5``."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from monarch_slurm.actor.debugger.desk import DebugDesk, Events, StoppedRank, Taken
-from monarch_slurm.actor.debugger.ranks import RanksError, parse_cast, ranges
+from monarch_slurm.actor.debugger.ranks import RanksError, parse_cast
+from monarch_slurm.rank_ranges import ranges
 
 PROMPT = "debug> "
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from monarch_slurm.actor.debugger.ranks import RanksError, parse_cast, parse_ranks, ranges
+from monarch_slurm.actor.debugger.ranks import RanksError, parse_cast, parse_ranks
 
 RANKS = [(host * 4 + gpu, {"host": host, "gpu": gpu}) for host in range(3) for gpu in range(4)]
 
@@ -45,7 +45,3 @@ def test_a_cast_has_actor_ranks_and_command() -> None:
     for text in ("", "trainer", "trainer ranks(1", "trainer ranks(1)", "trainer p x", "trainer ranks((1) p x"):
         with pytest.raises(RanksError, match="cast ACTOR"):
             parse_cast(text)
-
-
-def test_numbers_as_ranges() -> None:
-    assert ranges([5, 0, 1, 2]) == "0-2,5"
