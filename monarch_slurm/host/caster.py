@@ -222,12 +222,9 @@ class Caster:
 
     def _settle(self) -> None:
         if self._current is not None:
-            self._last.update(dict.fromkeys(self._current.hosts, self._number_of_current))
+            # The last cast was by this plan: before another is used, the current one is settled.
+            self._last.update(dict.fromkeys(self._current.hosts, self._number))
             self._current = None
-
-    @property
-    def _number_of_current(self) -> int:
-        return self._number  # whenever another plan is used, the current one is settled first
 
     def _last_of(self, host: str) -> int:
         if self._current is not None and host in self._current.hosts:
