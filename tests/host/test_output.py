@@ -77,8 +77,8 @@ def test_writing_never_waits_and_what_is_left_out_is_counted() -> None:
     os.close(read_end)
     lines = data.decode().splitlines()
     assert lines[-1] == "the end"
-    (note,) = [text for text in lines if "lines were left out here" in text]
-    left_out = int(note[1:].split()[0])
+    left_out = sum(int(text[1:].split()[0]) for text in lines if "lines were left out here" in text)
+    assert left_out > 0
     assert lines.count(line) + left_out == count
 
 

@@ -235,7 +235,7 @@ def test_whoever_comes_takes_over_and_whoever_leaves_leaves_ranks_stopped(start:
     assert program.wait() == 0
 
 
-def test_line_editing_and_ctrl_c_in_a_terminal(start: Start) -> None:
+def test_line_editing_and_ctrl_c_in_a_terminal(start: Start, tmp_path: Path) -> None:
     program = start(PROGRAM)
     program.expect("pids")
     until_stopped(program, 3)
@@ -246,8 +246,9 @@ def test_line_editing_and_ctrl_c_in_a_terminal(start: Start) -> None:
         terminal.expect("debug> ")
         terminal.type("attach trainer 2")
         terminal.expect(r"\(Pdb\) ")
-        terminal.type("__import__('time').sleep(1000)")
-        terminal.expect("sleep.*\n")
+        asleep = tmp_path / "asleep"
+        terminal.type(f"__import__('pathlib').Path({str(asleep)!r}).touch(), __import__('time').sleep(1000)")
+        wait_until(asleep.exists)
         terminal.interrupt()
         terminal.expect("detached; rank 2 of trainer runs")
         terminal.expect("debug> ")
