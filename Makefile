@@ -21,12 +21,12 @@ test: $(VENV)/.dev
 
 # Two lanes, because either mostly waits. Quick tests first.
 test-here:
-	$(BIN)/python -m pytest -m "not slow and not slurm" tests
-	$(BIN)/python -m pytest -m "slow and not slurm" tests
+	bash tests/lane.sh $(BIN)/python -m pytest -m "not slow and not slurm" tests
+	bash tests/lane.sh $(BIN)/python -m pytest -m "slow and not slurm" tests
 
 test-slurm:
-	$(BIN)/python -m pytest -m "slurm and not slow" tests
-	$(BIN)/python -m pytest -m "slurm and slow" tests
+	bash tests/lane.sh $(BIN)/python -m pytest -m "slurm and not slow" tests
+	bash tests/lane.sh $(BIN)/python -m pytest -m "slurm and slow" tests
 
 # Soft-RoCE devices in QEMU guests: several minutes.
 test-rdma: $(VENV)/.dev
