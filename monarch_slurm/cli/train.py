@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import click
@@ -81,7 +83,8 @@ def _rate(context: click.Context, parameter: click.Parameter, value: float) -> f
 @click.option(
     "--resume",
     type=click.Path(exists=True, file_okay=False),
-    help="Folder of a run that was ended early: go on with it from its saved state, with the same options.",
+    help="Folder of a run that was ended early: go on with it from its saved state. Options of training that are not "
+    "given are as before; --tokens, --lr, --min-replicas and the deadlines may be others.",
 )
 @click.option("--partition", help="Slurm partition.")
 @click.option("--account", help="Slurm account.")
@@ -136,10 +139,17 @@ def train(context: click.Context, /, where: str | None, nodes: int | None, in_jo
     Writes a folder with journal.jsonl, report.json and report.html.
     """
     from monarch_slurm.train.injection import parse_kinds
+    from monarch_slurm.train.resuming import resumed_config
     from monarch_slurm.train.session import Plan, train_here, train_on_slurm
 
-    config_fields = {name: options.pop(name) for name in _CONFIG_OPTIONS}
-    config = TrainConfig(**config_fields)
+    given = {name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    if options["data"] is not None:
+        options["data"] = os.path.abspath(options["data"])
+    fields = {name: options.pop(name) for name in _CONFIG_OPTIONS}
+    if options["resume"] is None:
+        config = TrainConfig(**fields)
+    else:
+        config = resumed_config(Path(options["resume"]), {name: fields[name] for name in given & fields.keys()})
     if config.min_replicas > config.replicas:
         raise ConfigError(f"--min-replicas {config.min_replicas} is more than --replicas {config.replicas}")
     slurm = {name: options.pop(name) for name in _SLURM_OPTIONS}
@@ -156,7 +166,6 @@ def train(context: click.Context, /, where: str | None, nodes: int | None, in_jo
     )
     if where == "local" and nodes is not None:
         raise click.UsageError("--local and --nodes exclude each other")
-    given = {name for name in options | slurm if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     if where == "local" and given & slurm.keys():
         names = ", ".join(sorted("--" + name.replace("_", "-") for name in given & slurm.keys()))
         raise click.UsageError(f"for Slurm only, not for --local: {names}")

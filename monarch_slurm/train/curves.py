@@ -48,14 +48,22 @@ def participants(events: Iterable[Event] | EventIndex) -> Points:
 
 
 def committed_tokens(events: Iterable[Event] | EventIndex) -> Points:
-    """Return the committed tokens of the run as a step function: ``(t, tokens)`` at every increase."""
+    """Return the committed tokens of the run as a step function: ``(t, tokens)`` at every increase.
+
+    A start that goes on from a saved state has the tokens of that state, perhaps less than the start before it had.
+    """
     result: Points = []
-    for e in _index(events).kind("sync", "finished"):
-        tokens = units.number(e.get("tokens"))
-        if tokens is None or (e["kind"] == "sync" and e.get("committed") is not True):
-            continue
-        if not result or tokens > result[-1][1]:
-            result.append((float(e["t"]), tokens))
+    at_step: dict[float, float] = {}
+    for e in _index(events).kind("run_started", "sync", "finished"):
+        step, tokens = units.number(e.get("step")) or 0.0, units.number(e.get("tokens"))
+        if e["kind"] == "run_started":
+            tokens = max((done for known, done in at_step.items() if known <= step), default=0.0)
+            if result and tokens < result[-1][1]:
+                result.append((float(e["t"]), tokens))
+        elif tokens is not None and (e["kind"] != "sync" or e.get("committed") is True):
+            at_step[step] = tokens
+            if not result or tokens > result[-1][1]:
+                result.append((float(e["t"]), tokens))
     return result
 
 
@@ -68,7 +76,7 @@ def tokens_at(curve: Sequence[tuple[float, float]], t: float) -> float:
 def eval_loss(events: Iterable[Event] | EventIndex) -> Points:
     """Return ``(committed tokens, validation loss)``; replicas that evaluate the same parameters are averaged."""
     by_tokens: dict[float, list[float]] = defaultdict(list)
-    for e in _index(events).kind("eval"):
+    for e in _index(events).kept("eval"):
         tokens, loss = units.number(e.get("tokens")), units.number(e.get("loss"))
         if tokens is not None and loss is not None:
             by_tokens[tokens].append(loss)
@@ -95,12 +103,20 @@ def train_loss(events: Iterable[Event] | EventIndex, bins: int = 200) -> Points:
 
 
 def tokens_per_second(events: Iterable[Event] | EventIndex) -> float | None:
-    """Return committed tokens per second, from the first inner step to the last commit, failures included."""
+    """Return committed tokens per second, from the first inner step to the last commit, failures included.
+
+    The time between two starts of the run does not count.
+    """
     index = _index(events)
     tokens, steps = committed_tokens(index), index.kind("step", "quorum")
-    if not tokens or not steps:
-        return None
-    length = tokens[-1][0] - (float(steps[0]["t"]) - (units.number(steps[0].get("seconds")) or 0.0))
+    starts = [float(e["t"]) for e in index.kind("run_started")]
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
+    for e in steps:
+        first.setdefault(bisect.bisect(starts, float(e["t"])), float(e["t"]) - (units.number(e.get("seconds")) or 0.0))
+    for t, _ in tokens:
+        last[bisect.bisect(starts, t)] = t
+    length = sum(max(0.0, last[start] - began) for start, began in first.items() if start in last)
     return tokens[-1][1] / length if length > 0 else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -42,6 +43,21 @@ class EventIndex:
         if len(kinds) == 1:
             return self._kinds.get(kinds[0], [])
         return sorted((e for kind in kinds for e in self._kinds.get(kind, [])), key=lambda e: float(e["t"]))
+
+    def kept(self, kind: str) -> list[Event]:
+        """Return the events of one kind, without those of steps that were done again when the run went on."""
+        started = self.kind("run_started")
+        times = [float(e["t"]) for e in started]
+        # A start goes on from the state of its step: what earlier starts did beyond that is void.
+        most = [math.inf]
+        for e in reversed(started):
+            most.append(min(most[-1], units.number(e.get("step")) or 0.0))
+        most.reverse()
+        return [
+            e
+            for e in self.kind(kind)
+            if (units.number(e.get("step")) or 0.0) <= most[bisect.bisect(times, float(e["t"]))]
+        ]
 
     def of(self, kind: str, replica: int, generation: int) -> list[Event]:
         """Return the events of one kind of one generation of a replica, all ranks."""

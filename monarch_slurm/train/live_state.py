@@ -115,6 +115,11 @@ class RunState:
 
     def _on_run_started(self, t: float, event: dict[str, Any]) -> list[Notice]:
         self.started, self.ok = t, None
+        # If it is not the first start: what the earlier ones did is neither this one's pace nor its failures.
+        self._rates.clear()
+        self.step, self.tokens, self.participants, self.quorum_id = 0, 0.0, None, None
+        for s in self.replicas.values():
+            s.state, s.joined, s.failed_at = "starting", False, None
         hosts = event.get("hosts")
         count = len(hosts) if isinstance(hosts, (list, tuple)) else 0
         where = f" on {count} host{'s' if count > 1 else ''}" if count else ""
@@ -200,7 +205,7 @@ class RunState:
                 loss if self.train_loss is None else self.train_loss + _SMOOTHING * (loss - self.train_loss)
             )
         if not self._rates:
-            self._count(t, 0.0)
+            self._count(t, units.number(event.get("tokens")) or 0.0)
         return []
 
     def _on_quorum_asked(

@@ -49,7 +49,7 @@ def build_report(events: Iterable[Event], reference: Mapping[str, Any] | Iterabl
     start, _ = index.span
     found = failures(index)
     lanes = curves.lanes(index, found)
-    begun = next(iter(index.kind("run_started")), {})
+    begun = next(reversed(index.kind("run_started")), {})
     compared = _reference(reference)
     report = {
         "schema": SCHEMA,
@@ -172,7 +172,7 @@ def _middle_and_worst(values: Iterable[float | None]) -> dict[str, float | int |
 
 def _final_loss(index: EventIndex) -> float | None:
     """Return the validation loss that the trainers ended with, else the last one they told of."""
-    ends = [loss for e in index.kind("finished") if (loss := units.number(e.get("loss"))) is not None]
+    ends = [loss for e in index.kept("finished") if (loss := units.number(e.get("loss"))) is not None]
     if ends:
         return sum(ends) / len(ends)
     evaluated = curves.eval_loss(index)
@@ -182,7 +182,7 @@ def _final_loss(index: EventIndex) -> float | None:
 def _final_states_equal(index: EventIndex) -> bool | None:
     """Return whether all replicas ended with the same parameters; None if fewer than two told their hash."""
     by_rank: dict[int | None, list[str]] = {}
-    for e in index.kind("finished"):
+    for e in index.kept("finished"):
         if isinstance(e.get("sha256"), str):
             by_rank.setdefault(units.index(e.get("rank"), 0), []).append(e["sha256"])
     compared = [hashes for hashes in by_rank.values() if len(hashes) > 1]
@@ -237,6 +237,7 @@ def _starts(index: EventIndex) -> list[dict[str, Any]]:
                 "job": e.get("job"),
                 "hosts": e.get("hosts") or [],
                 "step": e.get("step") or 0,
+                "changed": _changed(started[i - 1], e) if i else {},
                 "saved_step": max(
                     (s["step"] for s in index.kind("state_saved") if t <= float(s["t"]) < until), default=None
                 ),
@@ -245,6 +246,14 @@ def _starts(index: EventIndex) -> list[dict[str, Any]]:
             }
         )
     return result
+
+
+def _changed(before: Event, now: Event) -> dict[str, list[Any]]:
+    """Return the options of the run that are others than at the start before: what they were, and what they are."""
+    old, new = before.get("config"), now.get("config")
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return {}
+    return {name: [old[name], value] for name, value in new.items() if name in old and old[name] != value}
 
 
 def _marks(index: EventIndex, start: float) -> list[dict[str, Any]]:

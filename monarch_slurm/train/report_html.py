@@ -95,6 +95,9 @@ def _headline(report: Report) -> str:
         lines.append(_failures_line(s))
         jobs = int(s.get("job_restarts") or 0)
         lines.append(f"Restarts of the whole job: {jobs}.")
+    for number, start in enumerate(report.get("starts", []), 1):
+        for name, (before, now) in (start.get("changed") or {}).items():
+            lines.append(f"Since start {number} {_e(name)} is {_e(now)}; it was {_e(before)}.")
     for m in report.get("marks", []):
         if m["kind"] == "replica_lost":
             lines.append(f"Replica {_e(m['replica'])} was lost for good at {units.elapsed(m['t'])}: {_e(m['text'])}.")

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 from monarch_slurm.actor import HostMesh
 from monarch_slurm.config import configure, settings
 from monarch_slurm.controller import ANSWERS, RestartLimit, make_job_folder
-from monarch_slurm.controller.journal import read_journal
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
 from monarch_slurm.job import SlurmJob, job_load, save_on_notice
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
@@ -21,8 +20,16 @@ from monarch_slurm.train.config import TrainConfig
 from monarch_slurm.train.events import Event
 from monarch_slurm.train.injection import schedule
 from monarch_slurm.train.live import LiveView
-from monarch_slurm.train.manager import JOURNAL, Run
-from monarch_slurm.train.report import REPORT, build_report, load_report, write_report
+from monarch_slurm.train.manager import Run
+from monarch_slurm.train.report import build_report, load_report, write_report
+from monarch_slurm.train.resuming import (
+    check_changes,
+    finished_report,
+    history,
+    last_config,
+    named_change,
+    resumed_config,
+)
 from monarch_slurm.train.saved import find_saved
 from monarch_slurm.train.supervisor import RestartPolicy
 from monarch_slurm.wire.runtime_dir import check_runtime_dir
@@ -35,9 +42,6 @@ REFERENCE_FOLDER = "reference"
 
 RUN_LINK = "run"
 """Name, in a job's folder, of a link to the folder of the run that the job trains."""
-
-_SAME = ("model", "data", "seq_len", "batch_size", "replicas", "procs_per_replica", "sync_every", "seed")
-"""What must not change when a run goes on, for the saved state depends on it."""
 
 HOST_RESTART_WINDOW = 1800.0
 """Seconds within which ``max_host_restarts`` counts."""
@@ -95,9 +99,10 @@ def train_here(plan: Plan, in_job: bool = False) -> Path:
         if plan.fail_every is not None and plan.reference == "auto":
             print("training without failures first, to compare with", flush=True)
             calm = replace(plan, fail_every=None)
-            reference = _finished(folder / REFERENCE_FOLDER)
+            beside = _reference_folder(folder, plan.config)
+            reference = finished_report(beside)
             if reference is None:
-                reference = _train(calm, make_job_folder(folder / REFERENCE_FOLDER), hosts, None)
+                reference = _train(calm, make_job_folder(beside), hosts, None)
         _train(plan, folder, hosts, reference)
     return folder
 
@@ -115,32 +120,15 @@ def _run_folder(plan: Plan, in_job: bool) -> Path:
     return link.resolve()
 
 
-def _finished(folder: Path) -> dict[str, Any] | None:
-    """Return the report of the run in ``folder``, if it has trained all its tokens."""
-    if not (folder / REPORT).exists():
-        return None
-    report = load_report(folder)
-    return report if report["summary"].get("ok") else None
-
-
-def history(folder: Path, config: TrainConfig) -> list[Event]:
-    """Return the events of earlier starts of the run in ``folder``; none if there was no start.
-
-    Raises:
-        ConfigError: the run is another one.
-    """
-    if not (folder / JOURNAL).exists():
-        return []
-    events = read_journal(folder / JOURNAL)
-    first = next((e for e in events if e["kind"] == "run_started"), None)
-    wanted = config.to_dict()
-    changed = [name for name in _SAME if first is not None and first["config"].get(name) != wanted[name]]
-    if first is not None and changed:
-        named = ", ".join(f"--{name.replace('_', '-')} was {first['config'].get(name)}" for name in changed)
-        raise ConfigError(f"the run in {folder} cannot go on with other options: {named}")
-    if (folder / REPORT).exists():  # steps are not in the journal, for there are too many
-        events += [e for e in load_report(folder)["events"] if e["kind"] == "step"]
-    return events
+def _reference_folder(folder: Path, config: TrainConfig) -> Path:
+    """Return the folder of the run to compare with: a new one when that of an earlier start had other options."""
+    number = 1
+    while True:
+        beside = folder / (REFERENCE_FOLDER if number == 1 else f"{REFERENCE_FOLDER}-{number}")
+        before = last_config(history(beside))
+        if before is None or (before["tokens"], before["lr"]) == (config.tokens, config.lr):
+            return beside
+        number += 1
 
 
 def check(plan: Plan) -> Any:
@@ -158,11 +146,7 @@ def check(plan: Plan) -> Any:
     model_config(plan.config.model)
     split_corpus(plan.config.data, plan.config.seq_len)
     if plan.resume is not None:
-        if not (Path(plan.resume) / JOURNAL).exists():
-            raise ConfigError(f"{plan.resume} is not the folder of a run: it has no {JOURNAL}")
-        if _finished(Path(plan.resume)) is not None:
-            raise ConfigError(f"the run in {plan.resume} has trained all its tokens; start a new one without --resume")
-        history(Path(plan.resume), plan.config)
+        resumed_config(Path(plan.resume), plan.config.to_dict())
     if plan.reference in ("auto", "none"):
         return None
     return load_report(plan.reference)
@@ -224,12 +208,15 @@ def _train(plan: Plan, folder: Path, hosts: HostMesh | None, reference: Any) -> 
     if plan.fail_every is not None:
         injections = schedule(plan.fail_every, plan.failures, config.replicas, config.procs_per_replica, config.seed)
     failed: BaseException | None = None
-    before, saved = history(folder, config), find_saved(folder)
+    before, saved = history(folder), find_saved(folder)
     if before:
+        changes = check_changes(folder, before, config)
         at = "from its beginning: no state was saved" if saved is None else f"from step {saved.step}"
         print(f"going on with run {folder.name} {at}", flush=True)
+        for name, values in changes.items():
+            print(f"from now on with {named_change(name, *values)}", flush=True)
     with LiveView(config) as view:
-        for item in sorted(before, key=lambda item: float(item["t"])):
+        for item in before:
             view.state.apply(item)
         run = Run(config, folder, hosts, plan.policy(), injections, view.update, saved, before)
         ANSWERS.update(answers_of(run, folder, config, view.state))

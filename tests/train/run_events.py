@@ -239,3 +239,27 @@ def eventful():
         fail_at(3, 70.0, injected=False),
         syncs=36,
     )
+
+
+def two_starts(kept, pause=3600.0):
+    """A run that was ended after eight syncs, and went on ``pause`` seconds later from the state of its ``kept`` th.
+
+    The second start does six syncs more, with another token budget.
+    """
+    per_sync = 4 * 20 * 512
+    first = [dict(e) for e in simulate(syncs=12)]
+    end = next(e["t"] for e in first if e["kind"] == "sync" and e["step"] == 7) + 1.0
+    first = [e for e in first if e["t"] < end]
+    first.append({"kind": "run_finished", "t": end, "ok": False, "reason": "asked to end"})
+    second = [dict(e) for e in simulate(syncs=6)]
+    for e in second:
+        e["t"] += end - T0 + pause
+        for name, more in (("generation", 1), ("tokens", kept * per_sync)):
+            if name in e:
+                e[name] += more
+        if e["kind"] in ("run_started", "sync", "eval", "finished"):
+            e["step"] = e.get("step", 0) + kept
+    for e in (*first, *second):
+        e["step"] = e.get("step", 0) + (e["kind"] in ("sync", "eval"))  # the step that the sync has made
+    second[0]["config"] = {**second[0]["config"], "tokens": (kept + 6) * per_sync}
+    return first, second

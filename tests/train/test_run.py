@@ -141,8 +141,9 @@ def wait_for_syncs(out: Path, process: subprocess.Popen[str], count: int = 1) ->
 
 
 def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path: Path) -> None:
-    tokens, procs = "204800", ["--replicas", "2", "--procs-per-replica", "2"]
-    process = start(tmp_path, *procs, "--tokens", tokens)
+    # Deadlines that a loaded machine keeps: nothing is to fail here.
+    options = ["--replicas", "2", "--procs-per-replica", "2", "--step-deadline", "60", "--sync-deadline", "120"]
+    process = start(tmp_path, *options, "--tokens", "204800")
     wait_for_syncs(tmp_path, process, 8)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
@@ -152,12 +153,16 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path: Path) -> None:
     assert f"saved at step {step}; the same command with --resume {folder} goes on" in output
     assert report_in(tmp_path)["summary"]["ok"] is False
 
-    process = start(tmp_path, *procs, "--tokens", tokens, "--resume", str(folder))
+    tokens = "245760"
+    command = [sys.executable, "-m", "monarch_slurm", "train", "--local", "--resume", str(folder), "--tokens", tokens]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert f"going on with run {folder.name} from step {step}" in output
+    assert f"from now on with --tokens {tokens} (it was 204800)" in output
     report = report_in(tmp_path)
     summary = report["summary"]
+    assert (report["config"]["tokens"], report["config"]["model"]) == (int(tokens), "tiny")
     assert (summary["ok"], summary["tokens"], summary["job_restarts"]) == (True, int(tokens), 1)
     assert (summary["failures"], summary["replica_restarts"], summary["final_states_equal"]) == (0, 0, True)
     assert [(start["step"], start["saved_step"]) for start in report["starts"]] == [(0, step), (step, None)]

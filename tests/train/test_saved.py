@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -95,30 +94,3 @@ def test_a_state_is_whole_when_all_ranks_have_saved_the_same_step() -> None:
     assert saving.take({**saved_event(0, 0, 5), "error": "no space"}) is None
     assert saving.take(saved_event(1, 0, 5)) is None
     assert saving.take(saved_event(0, 0, 5)) == SavedState("/run", 5, ("5.0", "5.1"))
-
-
-def test_a_run_goes_on_with_the_same_options_only(tmp_path: Path) -> None:
-    from monarch_slurm.errors import ConfigError
-    from monarch_slurm.train.config import TrainConfig
-    from monarch_slurm.train.session import Plan, check
-
-    with pytest.raises(ConfigError, match=r"is not the folder of a run: it has no journal\.jsonl"):
-        check(Plan(TrainConfig(), resume=str(tmp_path)))
-    started = {"kind": "run_started", "t": 1.0, "config": TrainConfig(seed=3).to_dict()}
-    (tmp_path / "journal.jsonl").write_text(json.dumps(started) + "\n{")
-    with pytest.raises(ConfigError, match="cannot go on with other options: --seed was 3"):
-        check(Plan(TrainConfig(), resume=str(tmp_path)))
-    check(Plan(TrainConfig(seed=3, tokens=1), resume=str(tmp_path)))
-
-
-def test_a_run_that_has_finished_does_not_go_on(tmp_path: Path) -> None:
-    from monarch_slurm.errors import ConfigError
-    from monarch_slurm.train.config import TrainConfig
-    from monarch_slurm.train.report import SCHEMA
-    from monarch_slurm.train.session import Plan, check
-
-    (tmp_path / "journal.jsonl").touch()
-    parts = {"summary": {"ok": True}, "failures": [], "curves": {}, "replicas": [], "events": []}
-    (tmp_path / "report.json").write_text(json.dumps({"schema": SCHEMA, **parts}))
-    with pytest.raises(ConfigError, match="has trained all its tokens"):
-        check(Plan(TrainConfig(), resume=str(tmp_path)))

@@ -1,0 +1,105 @@
+"""A run that goes on: what it was, and which of its options may be others now."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from monarch_slurm.controller.journal import read_journal
+from monarch_slurm.errors import ConfigError
+from monarch_slurm.train import units
+from monarch_slurm.train.config import TrainConfig
+from monarch_slurm.train.events import Event
+from monarch_slurm.train.manager import JOURNAL
+from monarch_slurm.train.report import REPORT, load_report
+from monarch_slurm.train.saved import find_saved
+
+FIXED = ("model", "data", "seq_len", "batch_size", "replicas", "procs_per_replica", "sync_every", "seed")
+"""What cannot change when a run goes on, for the saved state and the count of its tokens depend on it."""
+
+Changes = dict[str, tuple[Any, Any]]
+"""Fields of a run's description that are others than at its last start: what they were, and what they are."""
+
+
+def resumed_config(folder: Path, given: Mapping[str, Any]) -> TrainConfig:
+    """Return the description of the run in ``folder`` with the fields in ``given`` in place of its own.
+
+    Raises:
+        ConfigError: ``folder`` holds no run, the run has trained all its tokens, or it cannot go on with what is given.
+    """
+    if not (folder / JOURNAL).exists():
+        raise ConfigError(f"{folder} is not the folder of a run: it has no {JOURNAL}")
+    if finished_report(folder) is not None:
+        raise ConfigError(f"the run in {folder} has trained all its tokens; start a new one without --resume")
+    events = history(folder)
+    last = last_config(events)
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    config = TrainConfig(**{name: value for name, value in (last or {}).items() if name in known} | dict(given))
+    check_changes(folder, events, config)
+    return config
+
+
+def history(folder: Path) -> list[Event]:
+    """Return the events of earlier starts of the run in ``folder`` in time order; none if there was no start."""
+    if not (folder / JOURNAL).exists():
+        return []
+    events = read_journal(folder / JOURNAL)
+    if (folder / REPORT).exists():  # steps are not in the journal, for there are too many
+        events += [e for e in load_report(folder)["events"] if e["kind"] == "step"]
+    return sorted(events, key=lambda e: float(e["t"]))
+
+
+def last_config(events: Sequence[Event]) -> dict[str, Any] | None:
+    """Return the description that the last start of a run had; None if there was none."""
+    return next((dict(e["config"]) for e in reversed(events) if e["kind"] == "run_started"), None)
+
+
+def check_changes(folder: Path, events: Sequence[Event], config: TrainConfig) -> Changes:
+    """Return what is different in ``config`` from the last start of the run, of which ``events`` tell.
+
+    Raises:
+        ConfigError: the run cannot go on with it.
+    """
+    last, wanted = last_config(events), config.to_dict()
+    if last is None:
+        return {}
+    changes = {name: (last[name], value) for name, value in wanted.items() if name in last and last[name] != value}
+    fixed = [named_change(name, *changes[name]) for name in FIXED if name in changes]
+    if fixed:
+        raise ConfigError(
+            f"the run in {folder} cannot go on with {', '.join(fixed)}: what it has learnt depends on it; "
+            "leave the option out, or start a new run without --resume"
+        )
+    trained = saved_tokens(folder, events)
+    if config.tokens <= trained:
+        raise ConfigError(
+            f"the run in {folder} cannot go on with --tokens {config.tokens}: its saved state has {trained} already"
+        )
+    return changes
+
+
+def named_change(name: str, before: Any, now: Any) -> str:
+    """Return a change in words: the option, its value now, and the one before."""
+    default = "its default"
+    return (
+        f"--{name.replace('_', '-')} {default if now is None else now} (it was {default if before is None else before})"
+    )
+
+
+def saved_tokens(folder: Path, events: Sequence[Event]) -> int:
+    """Return how many tokens the run's saved state has trained; 0 if none was saved."""
+    saved = find_saved(folder)
+    if saved is None:
+        return 0
+    of_step = (e for e in reversed(events) if e["kind"] == "sync" and e.get("committed") and e["step"] == saved.step)
+    return int(units.number(next(of_step, {}).get("tokens")) or 0)
+
+
+def finished_report(folder: Path) -> dict[str, Any] | None:
+    """Return the report of the run in ``folder``, if it has trained all its tokens."""
+    if not (folder / REPORT).exists():
+        return None
+    report = load_report(folder)
+    return report if report["summary"].get("ok") else None
