@@ -15,7 +15,7 @@ from support import REPOSITORY
 PACKAGE = REPOSITORY / "monarch_slurm"
 LAYERS = [
     "config", "wire", "native_build", "gpu", "host", "actor", "rdma", "collectives", "controller", "health", "spmd",
-    "job", "tensor", "train", "cli", "_rust_bindings", "_src", "__main__",
+    "job", "tensor", "train", "cli", "_rust_bindings", "_src", "tools", "__main__",
 ]  # fmt: skip
 """From the lowest. The modules of ``BASE`` lie below all of them."""
 

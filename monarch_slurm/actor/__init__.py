@@ -2,11 +2,11 @@
 
 Source-compatible with Monarch's ``monarch.actor``. The map of this folder:
 
-- `shape`, `mesh_trait`, `value_mesh`: labelled ranks and values
+- `ndslice`, `shape`, `mesh_trait`, `value_mesh`: labelled ranks and values
 - `actor`, `endpoint`, `actor_mesh`, `proc_mesh`, `host_mesh`: what is written and called
 - `future`, `port`: what comes back
 - `context`, `ids`: who is running
-- `bootstrap`, `transports`, `returns_future`, `telemetry`, `config`, `log_prefix`: the rest of what programs use
+- `bootstrap`, `per_host`, `transports`, `returns_future`, `telemetry`, `config`, `log_prefix`: what else there is
 - `cell`, `sync_cell`, `async_cell`: a running actor; `birth`: how it becomes one
 - `runtime`: the actors of one process; `messages`: what runtimes tell each other; `owned`, `replies`: who is told of
 failures
@@ -32,11 +32,12 @@ from monarch_slurm.actor.errors import ActorError, ActorRestartedError, MeshFail
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.host_mesh import HostMesh, this_host, this_proc
 from monarch_slurm.actor.ids import ActorAddr, ProcId, Uid
+from monarch_slurm.actor.ndslice import NDSlice, Slice
 from monarch_slurm.actor.port import Channel, Port, PortReceiver
 from monarch_slurm.actor.proc_mesh import ProcMesh
 from monarch_slurm.actor.restart import RestartPolicy
 from monarch_slurm.actor.returns_future import returns_future
-from monarch_slurm.actor.shape import Extent, NDSlice, Point, Shape, Slice
+from monarch_slurm.actor.shape import Extent, Point, Shape
 from monarch_slurm.actor.telemetry import get_meter, span, traced
 from monarch_slurm.actor.transports import enable_transport
 from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from monarch_slurm.actor.layout import ProcLayout
-from monarch_slurm.actor.shape import Slice
+from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.config import settings
 from monarch_slurm.host.places import Places
 from monarch_slurm.host.shares import for_one_host

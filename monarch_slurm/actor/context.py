@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from monarch_slurm.actor.errors import MeshFailure
 from monarch_slurm.actor.ids import ROOT, ActorAddr, actor_uid, proc_id
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
-from monarch_slurm.actor.shape import Extent, Point, Shape, Slice
+from monarch_slurm.actor.ndslice import Slice
+from monarch_slurm.actor.shape import Extent, Point, Shape
 from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.wire import Address
 

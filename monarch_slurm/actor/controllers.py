@@ -74,20 +74,20 @@ def spawn_controllers(root: Instance) -> None:
     root.runtime.handle(Message("cast", CONTROLLER, CONTROLLER, fields, dumps((Controllers, (), {}))))
 
 
-def get_or_spawn_controller(name: str, actor_class: type[T], *args: Any, **kwargs: Any) -> Future[T]:
+def get_or_spawn_controller(name: str, Class: type[T], *args: Any, **kwargs: Any) -> Future[T]:  # noqa: N803 - Monarch's name
     """Return a future of the only actor ``name`` of this program; the first call spawns it, in the program's process.
 
     It can be called from any process of the program. Later calls get the same actor, whatever class and arguments they
     name.
 
     Raises:
-        ValueError: ``actor_class`` is no Actor, or its endpoints do not fit together; from the future: that actor has
+        ValueError: ``Class`` is no Actor, or its endpoints do not fit together; from the future: that actor has
             failed (in an actor, as an `ActorError` that holds the ValueError).
         TypeError: the arguments do not fit its ``__init__``, or do not pickle.
     """
-    check_arguments(actor_class, args, kwargs)
+    check_arguments(Class, args, kwargs)
     controllers: Any = ActorMesh(Controllers, _REF, Shape.unity())
-    found: Future[T] = controllers.get_or_spawn.call_one(name, actor_class, args, kwargs)
+    found: Future[T] = controllers.get_or_spawn.call_one(name, Class, args, kwargs)
     if context().actor_instance.creator is not None:
         return found
     future: Future[T] = Future._pending()

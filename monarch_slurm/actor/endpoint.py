@@ -6,14 +6,14 @@ import functools
 import inspect
 import random
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar, overload
 
 from monarch_slurm.actor.context import context
 from monarch_slurm.actor.errors import ActorError
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.messages import EXPLICIT_PORT, PLAIN_METHOD, PortAddress
+from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.actor.replies import VALUE, lost_error
-from monarch_slurm.actor.shape import Slice
 from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.actor.value_mesh import ValueMesh
 from monarch_slurm.wire import dumps, loads
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from monarch_slurm.actor.context import Instance
     from monarch_slurm.actor.port import Port
     from monarch_slurm.actor.runtime import Runtime
+
+NO_TENSORS = "there are no distributed tensors here; exchange tensors with endpoints, RDMABuffer or torch.distributed"
 
 R = TypeVar("R")
 A = TypeVar("A")
@@ -224,6 +226,14 @@ class Endpoint(Generic[R]):
     def broadcast(self, *args: Any, **kwargs: Any) -> None:
         """Send to every actor and return at once. An exception there has nowhere to go, and fails that actor."""
         self._send(args, kwargs, None)
+
+    def rref(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: there are no distributed tensors here.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(NO_TENSORS)
 
     def _ask(self, mesh: ActorMesh[Any], args: Any, kwargs: Any, place: int | None = None) -> Future[R]:
         future: Future[Any] = Future._pending()

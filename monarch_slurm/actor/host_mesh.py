@@ -18,13 +18,14 @@ from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.layout import ProcLayout
 from monarch_slurm.actor.log_options import set_logging
 from monarch_slurm.actor.mesh_trait import MeshTrait
+from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.actor.owned import OwnedProcs
+from monarch_slurm.actor.per_host import bind_fields, check_sizes
 from monarch_slurm.actor.proc_mesh import ProcMesh, note_spawned, set_host_maker
 from monarch_slurm.actor.replies import VALUE, CountDown
 from monarch_slurm.actor.restart import RestartPolicy
-from monarch_slurm.actor.shape import Point, Shape, Slice
+from monarch_slurm.actor.shape import Point, Shape
 from monarch_slurm.config import get_global_config, settings
-from monarch_slurm.gpu import parse_cpu_list
 from monarch_slurm.wire import AGENT, Address, Message, dumps, loads
 
 PROC_ENTRY = "monarch_slurm.actor.proc_main:main"
@@ -65,13 +66,15 @@ class HostMesh(MeshTrait):
         mesh._copies = self._copies
         return mesh
 
-    def with_python_executable(self, path: str) -> HostMesh:
+    def with_python_executable(self, python_executable: str) -> HostMesh:
         """Return a reference to the same hosts whose procs run with another Python, as do those that they spawn.
 
         Such procs are not forked from the zygote, so each imports by itself what it needs. That Python must be able to
         import this package.
         """
-        mesh = HostMesh(self._hosts, self._mesh_shape, owned=False, python=os.fspath(path), ready=self._ready)
+        mesh = HostMesh(
+            self._hosts, self._mesh_shape, owned=False, python=os.fspath(python_executable), ready=self._ready
+        )
         mesh._copies = self._copies
         return mesh
 
@@ -115,9 +118,9 @@ class HostMesh(MeshTrait):
         bootstrap: Callable[[], Any] | None = None,
         name: str | None = None,
         proc_bind: list[dict[str, str]] | None = None,
+        bootstrap_command: Bootstrap | None = None,
         env: dict[str, str | None] | None = None,
         gpus_per_proc: int | None = None,
-        bootstrap_command: Bootstrap | None = None,
         restart: RestartPolicy | None = None,
     ) -> ProcMesh:
         """Start procs and return their mesh, without waiting for them. The calling actor owns them.
@@ -148,13 +151,13 @@ class HostMesh(MeshTrait):
         overlap = set(per_host) & set(self._labels)
         if overlap:
             raise ValueError(f"per_host labels {list(per_host)} overlap with host labels {list(self._labels)}")
-        _check_sizes(per_host)
+        check_sizes(per_host)
         per = math.prod(per_host.values())
         if proc_bind is not None and len(proc_bind) != per:
             raise ValueError(f"proc_bind length ({len(proc_bind)}) must equal procs_per_host ({per})")
         if gpus_per_proc is not None and gpus_per_proc < 1:
             raise ValueError(f"gpus_per_proc must be 1 or more: {gpus_per_proc}")
-        binds = [_bind(bind) for bind in proc_bind or [{}] * per]
+        binds = [bind_fields(bind) for bind in proc_bind or [{}] * per]
         if gpus_per_proc is not None:
             if any(bind["gpus"] for bind in binds):
                 raise ValueError("gpus_per_proc and 'gpus' of proc_bind exclude each other")
@@ -367,34 +370,6 @@ def _one_host(host: str) -> HostMesh:
 
 
 set_host_maker(_one_host)
-
-
-def _check_sizes(per_host: dict[str, Any]) -> None:
-    for label, size in per_host.items():
-        if not isinstance(label, str) or isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(
-                f"per_host maps labels to numbers of procs, such as {{'gpus': 8}}; not {label!r} to {size!r}"
-            )
-        if size < 1:
-            raise ValueError(f"per_host sizes must be 1 or more: {per_host}")
-
-
-_BINDS = {"cpus": "cpus", "physcpubind": "cpus", "gpus": "gpus", "cpunodebind": "cpu_nodes", "membind": "memory_nodes"}
-"""Keys of ``proc_bind``, and what a request for a proc calls them."""
-
-
-def _bind(bind: dict[str, str]) -> dict[str, list[int]]:
-    """Return what an entry of ``proc_bind`` names, as a request for a proc says it."""
-    unknown = set(bind) - set(_BINDS)
-    if unknown:
-        raise ValueError(f"proc_bind knows {', '.join(_BINDS)} only, not {sorted(unknown)}")
-    found: dict[str, list[int]] = {name: [] for name in _BINDS.values()}
-    try:
-        for key, text in bind.items():
-            found[_BINDS[key]] = parse_cpu_list(text)
-        return found
-    except ValueError as error:
-        raise ValueError(f"proc_bind {bind}: {error}") from None
 
 
 def _working_folder() -> str:

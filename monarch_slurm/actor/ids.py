@@ -31,9 +31,9 @@ class Uid:
         return Uid("", os.urandom(8).hex())
 
     @staticmethod
-    def instance(label: str) -> Uid:
-        """Return a new uid with a label."""
-        return Uid(label, os.urandom(8).hex())
+    def instance(label: str | None = None) -> Uid:
+        """Return a new uid, with a label if one is given."""
+        return Uid(label or "", os.urandom(8).hex())
 
     @staticmethod
     def singleton(label: str) -> Uid:
@@ -41,15 +41,15 @@ class Uid:
         return Uid(label)
 
     @staticmethod
-    def from_string(text: str) -> Uid:
-        """Return what ``str`` made ``text`` of.
+    def from_string(uid: str) -> Uid:
+        """Return what ``str`` made the text ``uid`` of.
 
         Raises:
             ValueError: the text is no uid.
         """
-        match = re.fullmatch(_UID, text)
+        match = re.fullmatch(_UID, uid)
         if match is None:
-            raise ValueError(f"{text!r} is no uid, such as trainer<5f3a9c1>")
+            raise ValueError(f"{uid!r} is no uid, such as trainer<5f3a9c1>")
         return Uid(match["label"], match["token"] or "")
 
     @property
@@ -73,13 +73,13 @@ class ProcId:
     uid: Uid
 
     @staticmethod
-    def from_string(text: str) -> ProcId:
-        """Return what ``str`` made ``text`` of.
+    def from_string(proc_id: str) -> ProcId:
+        """Return what ``str`` made the text ``proc_id`` of.
 
         Raises:
             ValueError: the text is no uid.
         """
-        return ProcId(Uid.from_string(text))
+        return ProcId(Uid.from_string(proc_id))
 
     @property
     def label(self) -> str:

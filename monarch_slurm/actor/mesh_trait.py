@@ -7,7 +7,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
-from monarch_slurm.actor.shape import Extent, Shape, Slice
+from monarch_slurm.actor.ndslice import Slice
+from monarch_slurm.actor.shape import Extent, Shape
 
 
 class MeshTrait:

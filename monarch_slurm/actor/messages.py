@@ -7,7 +7,8 @@ from typing import Any
 
 from monarch_slurm.actor.context import CreatorInstance, Instance
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
-from monarch_slurm.actor.shape import Extent, Point, Shape, Slice
+from monarch_slurm.actor.ndslice import Slice
+from monarch_slurm.actor.shape import Extent, Point, Shape
 from monarch_slurm.host.exits import LOST_WITH_HOST, ProcDown
 from monarch_slurm.wire import Address, Message
 

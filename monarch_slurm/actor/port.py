@@ -49,9 +49,9 @@ class Port(Generic[R]):
         """
         self._post(VALUE, obj)
 
-    def exception(self, exc: Exception) -> None:
+    def exception(self, e: Exception) -> None:
         """Send an exception; the receiver's ``recv`` raises it."""
-        self._post(EXCEPTION, exc)
+        self._post(EXCEPTION, e)
 
     def _post(self, status: str, value: Any) -> None:
         if self._once and self._used:

@@ -19,10 +19,11 @@ from monarch_slurm.actor.errors import ActorError
 from monarch_slurm.actor.forks import not_in_forks
 from monarch_slurm.actor.layout import ProcLayout
 from monarch_slurm.actor.log_prefix import prefix_log_records
+from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.actor.proc_mesh import run_bootstrap
 from monarch_slurm.actor.replies import EXCEPTION, VALUE
 from monarch_slurm.actor.runtime import Runtime
-from monarch_slurm.actor.shape import Shape, Slice
+from monarch_slurm.actor.shape import Shape
 from monarch_slurm.config import clear_runtime_config, configure
 from monarch_slurm.host.identity import SUPERVISED_VARIABLE, take_no_sigterm
 from monarch_slurm.host.proc import ProcSpec

@@ -7,13 +7,13 @@ import inspect
 import logging
 import signal
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from monarch_slurm.actor.actor import Actor
 from monarch_slurm.actor.actor_mesh import ActorMesh, check_class
 from monarch_slurm.actor.context import Instance, context, set_children_maker, set_proc_mesh_maker
-from monarch_slurm.actor.endpoint import uses_loop
+from monarch_slurm.actor.endpoint import NO_TENSORS, uses_loop
 from monarch_slurm.actor.errors import SupervisionError
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
@@ -98,31 +98,31 @@ class ProcMesh(MeshTrait):
         assert _host_maker is not None
         return _host_maker(context().actor_instance.runtime.local_host if host == CONTROLLER.host else host)
 
-    def spawn(self, name: str, actor_class: type[T], *args: Any, **kwargs: Any) -> T:
+    def spawn(self, name: str, Class: type[T], *args: Any, **kwargs: Any) -> T:  # noqa: N803 - Monarch's name
         """Start one actor per proc and return their mesh, without waiting for ``__init__``.
 
         The calling actor owns the mesh: it is told of failures, and the mesh ends with it.
 
         Raises:
-            ValueError: ``actor_class`` is no Actor, or its endpoints do not fit together.
+            ValueError: ``Class`` is no Actor, or its endpoints do not fit together.
             TypeError: the arguments do not fit its ``__init__``, or do not pickle.
             RuntimeError: the mesh has been stopped.
         """
-        asynchronous = check_arguments(actor_class, args, kwargs)
+        asynchronous = check_arguments(Class, args, kwargs)
         if self._has_stopped():
             raise RuntimeError("`ProcMesh` has already been stopped")
         try:
-            body = dumps((actor_class, args, kwargs))
+            body = dumps((Class, args, kwargs))
         except Exception as error:
-            parts = {actor_class.__qualname__: actor_class, "args": args, "kwargs": kwargs}
+            parts = {Class.__qualname__: Class, "args": args, "kwargs": kwargs}
             explain(error, parts, f"to spawn {name!r} with")
             raise
         owner = context().actor_instance
         runtime = owner.runtime
-        class_name = f"{actor_class.__module__}.{actor_class.__qualname__}"
+        class_name = f"{Class.__module__}.{Class.__qualname__}"
         ref = ActorRef(runtime.new_mesh_id(name), name, self._layout, self._shape, owner.display, class_name)
         ndslice = self._shape.ndslice
-        runtime.own_actors(OwnedActors(ref, actor_class, owner, set(ndslice)))
+        runtime.own_actors(OwnedActors(ref, Class, owner, set(ndslice)))
         ready: Future[bool] = Future._pending()
         missing = [len(ndslice)]
         ready._what = lambda: f"the __init__ of actors {name!r}: {missing[0]} of {len(ndslice)} still run"
@@ -143,7 +143,7 @@ class ProcMesh(MeshTrait):
             "ready": port,
         }
         runtime.spawn_actors(ref, ndslice, fields, body)
-        return ActorMesh(actor_class, ref, self._shape, ready)  # type: ignore[return-value]
+        return ActorMesh(Class, ref, self._shape, ready)  # type: ignore[return-value]
 
     def stop(self, reason: str = "stopped by client") -> Future[None]:
         """End all actors (their cleanups run), then the processes; resolves when they are gone. Begins at once.
@@ -222,13 +222,29 @@ class ProcMesh(MeshTrait):
     def __hash__(self) -> int:
         return hash((self._layout, self._mesh_shape))
 
-    async def sync_workspace(self, *_: Any, **__: Any) -> None:
+    async def sync_workspace(self, workspace: Any, conda: bool = False, auto_reload: bool = False) -> None:
         """Belongs to host meshes.
 
         Raises:
             NotImplementedError: always.
         """
         raise NotImplementedError("code is synchronized to hosts: use HostMesh.sync_workspace")
+
+    def activate(self) -> NoReturn:
+        """Refuse: there are no distributed tensors here.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(NO_TENSORS)
+
+    def rank_tensor(self, dim: str | Sequence[str]) -> NoReturn:
+        """Refuse, as `activate` does."""
+        raise NotImplementedError(NO_TENSORS)
+
+    def rank_tensors(self) -> NoReturn:
+        """Refuse, as `activate` does."""
+        raise NotImplementedError(NO_TENSORS)
 
     def to_table(self) -> str:
         """Return a table of the ranks, their coordinates, hosts and procs, for people."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from monarch_slurm.actor.errors import ActorRestartedError, SupervisionError
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
-from monarch_slurm.actor.shape import Slice
+from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.wire import AGENT, Address
 from monarch_slurm.wire.pickling import Buffer
 

@@ -19,9 +19,10 @@ from monarch_slurm.actor.ends import Ends, Tombstones, whose, why_restarted
 from monarch_slurm.actor.keeper import Keeper
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.messages import ActorDown, Call, PortAddress, ProcsRestart
+from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.actor.owned import Notice, OwnedActors, OwnedMeshes, OwnedProcs
 from monarch_slurm.actor.replies import VALUE, CountDown, OfMesh, OnLost, OnReply, ReplyTable
-from monarch_slurm.actor.shape import Shape, Slice
+from monarch_slurm.actor.shape import Shape
 from monarch_slurm.host.exits import HostDown, ProcDown
 from monarch_slurm.host.places import Places
 from monarch_slurm.wire import AGENT, Address, Message, dumps
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from monarch_slurm.actor.context import Instance
 
 logger = logging.getLogger(__name__)
-
 CellFactory = Callable[["Runtime", Message], "Cell"]
 
 _MANY = 64

@@ -6,159 +6,14 @@ The classes and their semantics are those of Monarch's ``hyperactor`` shapes: a 
 
 from __future__ import annotations
 
-import itertools
+import builtins
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-
-class Slice:
-    """A strided view of ranks: coordinate ``c`` is rank ``offset + sum(c[i] * strides[i])``.
-
-    Args:
-        offset: rank of the first element.
-        sizes: length of each dimension.
-        strides: ranks between neighbours in each dimension.
-    """
-
-    __slots__ = ("_offset", "_sizes", "_strides")
-
-    def __init__(self, *, offset: int, sizes: Sequence[int], strides: Sequence[int]) -> None:
-        if len(sizes) != len(strides):
-            raise ValueError(f"{len(sizes)} sizes and {len(strides)} strides")
-        self._offset = offset
-        self._sizes = tuple(sizes)
-        self._strides = tuple(strides)
-
-    @staticmethod
-    def new_row_major(sizes: Sequence[int]) -> Slice:
-        """Return the dense slice of ``sizes`` that begins at rank 0."""
-        return Slice(offset=0, sizes=sizes, strides=_row_major(sizes))
-
-    @staticmethod
-    def from_list(ranks: Sequence[int]) -> list[Slice]:
-        """Return slices of one dimension that have together ``ranks``, in their order: few of them where ranks are
-        evenly spaced and rise.
-        """
-        slices = []
-        start = 0
-        while start < len(ranks):
-            end = start + 1
-            step = ranks[end] - ranks[start] if end < len(ranks) and ranks[end] > ranks[start] else 1
-            while end < len(ranks) and ranks[end] - ranks[end - 1] == step:
-                end += 1
-            slices.append(Slice(offset=ranks[start], sizes=[end - start], strides=[step]))
-            start = end
-        return slices
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self._sizes)
-
-    @property
-    def offset(self) -> int:
-        """Rank of the first element."""
-        return self._offset
-
-    @property
-    def sizes(self) -> list[int]:
-        """Length of each dimension."""
-        return list(self._sizes)
-
-    @property
-    def strides(self) -> list[int]:
-        """Ranks between neighbours in each dimension."""
-        return list(self._strides)
-
-    @property
-    def dense(self) -> bool:
-        """Whether the ranks are contiguous in row-major order."""
-        return self._strides == tuple(_row_major(self._sizes))
-
-    def nditem(self, coordinates: Sequence[int]) -> int:
-        """Return the rank at ``coordinates``.
-
-        Raises:
-            IndexError: outside of the slice.
-        """
-        if len(coordinates) != self.ndim or any(not 0 <= c < n for c, n in zip(coordinates, self._sizes, strict=True)):
-            raise IndexError(f"coordinates {list(coordinates)} are outside of sizes {self.sizes}")
-        return self._offset + sum(c * s for c, s in zip(coordinates, self._strides, strict=True))
-
-    def coordinates(self, value: int) -> list[int]:
-        """Return the coordinates of rank ``value``.
-
-        Raises:
-            ValueError: the rank is not in the slice.
-        """
-        rest = value - self._offset
-        found = [0] * self.ndim
-        for i in sorted(range(self.ndim), key=lambda i: -self._strides[i]):
-            if self._sizes[i] > 1:
-                found[i] = min(rest // self._strides[i], self._sizes[i] - 1) if rest >= 0 else 0
-                rest -= found[i] * self._strides[i]
-        if rest != 0:
-            raise ValueError(f"rank {value} is not in {self!r}")
-        return found
-
-    def index(self, value: int) -> int:
-        """Return the place of rank ``value`` in row-major order over this slice."""
-        place = 0
-        for c, n in zip(self.coordinates(value), self._sizes, strict=True):
-            place = place * n + c
-        return place
-
-    def get(self, place: int) -> int:
-        """Return the rank at ``place`` in row-major order over this slice."""
-        if not 0 <= place < len(self):
-            raise IndexError(f"index {place} is outside of {len(self)} elements")
-        rank = self._offset
-        for n, s in zip(reversed(self._sizes), reversed(self._strides), strict=True):
-            place, c = divmod(place, n)
-            rank += c * s
-        return rank
-
-    def __len__(self) -> int:
-        return math.prod(self._sizes)
-
-    def __iter__(self) -> Iterator[int]:
-        for coordinates in itertools.product(*(range(n) for n in self._sizes)):
-            yield self._offset + sum(c * s for c, s in zip(coordinates, self._strides, strict=True))
-
-    def __getitem__(self, item: int | slice) -> int | tuple[int, ...]:
-        if isinstance(item, slice):
-            return tuple(self.get(i) for i in range(*item.indices(len(self))))
-        return self.get(item + len(self) if item < 0 else item)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Slice) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _make_slice, self._key()
-
-    def __repr__(self) -> str:
-        return f"Slice(offset={self._offset}, sizes={self.sizes}, strides={self.strides})"
-
-    def _key(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        return self._offset, self._sizes, self._strides
-
-
-NDSlice = Slice
-
-
-def _make_slice(offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Slice:
-    return Slice(offset=offset, sizes=sizes, strides=strides)
-
-
-def _row_major(sizes: Sequence[int]) -> list[int]:
-    strides = [1] * len(sizes)
-    for i in range(len(sizes) - 2, -1, -1):
-        strides[i] = strides[i + 1] * sizes[i + 1]
-    return strides
+from monarch_slurm.actor.ndslice import Slice
+from monarch_slurm.wire import pack, unpack
+from monarch_slurm.wire.plain import UnpackError
 
 
 class Extent(Mapping[str, int]):
@@ -212,8 +67,18 @@ class Extent(Mapping[str, int]):
     def __hash__(self) -> int:
         return hash((self._labels, self._sizes))
 
+    @staticmethod
+    def from_bytes(bytes: builtins.bytes) -> Extent:  # noqa: A002 - Monarch's name
+        """Return the extent whose ``__reduce__`` has these bytes; they are no pickle.
+
+        Raises:
+            ValueError: they are something else.
+        """
+        labels, sizes = _fields(bytes, "extent", 2)
+        return Extent(_texts(labels), _numbers(sizes))
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return Extent, (self._labels, self._sizes)
+        return Extent.from_bytes, (pack([self._labels, self._sizes]),)
 
     def __str__(self) -> str:
         return "{" + ", ".join(f"{name}: {n}" for name, n in self.items()) + "}"
@@ -267,8 +132,19 @@ class Point(Mapping[str, int]):
     def __hash__(self) -> int:
         return hash((self._rank, self._extent))
 
+    @staticmethod
+    def from_bytes(bytes: builtins.bytes) -> Point:  # noqa: A002 - Monarch's name
+        """Return the point whose ``__reduce__`` has these bytes; they are no pickle.
+
+        Raises:
+            ValueError: they are something else.
+            IndexError: its rank is outside of its extent.
+        """
+        rank, labels, sizes = _fields(bytes, "point", 3)
+        return Point(_numbers([rank])[0], Extent(_texts(labels), _numbers(sizes)))
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return Point, (self._rank, self._extent)
+        return Point.from_bytes, (pack([self._rank, self._extent._labels, self._extent._sizes]),)
 
     def __str__(self) -> str:
         return "{" + ", ".join(f"'{name}': {c}/{self._extent[name]}" for name, c in self.items()) + "}"
@@ -316,6 +192,10 @@ class Shape:
         """Return this shape."""
         return self
 
+    def slice(self) -> Slice:
+        """Return the ranks, as a region gives them."""
+        return self._slice
+
     def ranks(self) -> list[int]:
         """Return the ranks in row-major order."""
         return list(self._slice)
@@ -345,15 +225,15 @@ class Shape:
         del sizes[dim], strides[dim]
         return Shape(labels, Slice(offset=offset, sizes=sizes, strides=strides))
 
-    def select(self, label: str, part: slice) -> Shape:
-        """Return the shape with dimension ``label`` cut down to ``part``.
+    def select(self, label: str, slice: builtins.slice) -> Shape:  # noqa: A002 - Monarch's name
+        """Return the shape with dimension ``label`` cut down to ``slice``.
 
         Raises:
             ValueError: nothing is left of it.
         """
         dim = self._dim(label)
         sizes, strides = self._slice.sizes, self._slice.strides
-        start, stop, step = part.indices(sizes[dim])
+        start, stop, step = slice.indices(sizes[dim])
         if step <= 0 or start >= stop:
             raise ValueError(f"out of range {start}:{stop}:{step} for dimension {label} of size {sizes[dim]}")
         offset = self._slice.offset + start * strides[dim]
@@ -383,11 +263,44 @@ class Shape:
     def __hash__(self) -> int:
         return hash((self._labels, self._slice))
 
+    @staticmethod
+    def from_bytes(bytes: builtins.bytes) -> Shape:  # noqa: A002 - Monarch's name
+        """Return the shape whose ``__reduce__`` has these bytes; they are no pickle.
+
+        Raises:
+            ValueError: they are something else.
+        """
+        labels, offset, sizes, strides = _fields(bytes, "shape", 4)
+        ndslice = Slice(offset=_numbers([offset])[0], sizes=_numbers(sizes), strides=_numbers(strides))
+        return Shape(_texts(labels), ndslice)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return Shape, (self._labels, self._slice)
+        return Shape.from_bytes, (pack([self._labels, *self._slice._key()]),)
 
     def __str__(self) -> str:
-        return str(self.extent)
+        return "{" + ",".join(f"{label}={size}" for label, size in self.extent.items()) + "}"
 
     def __repr__(self) -> str:
         return f"Shape({self.labels}, {self._slice!r})"
+
+
+def _fields(data: bytes, what: str, count: int) -> list[Any]:
+    try:
+        fields = unpack(data)
+    except UnpackError as error:
+        raise ValueError(f"these bytes are no {what}: {error!r}") from None
+    if not isinstance(fields, list) or len(fields) != count:
+        raise ValueError(f"these bytes are no {what}, which has {count} fields")
+    return fields
+
+
+def _texts(values: object) -> list[str]:
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise ValueError(f"labels expected, not {values!r}")
+    return values
+
+
+def _numbers(values: object) -> list[int]:
+    if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(f"numbers, 0 or more, expected, not {values!r}")
+    return values

@@ -37,12 +37,12 @@ def span(name: str) -> Iterator[None]:
             logger.debug("span %s: %.6f s%s", name, time.perf_counter() - begin, failed)
 
 
-def traced(function: Callable[..., Any] | None = None, *, name: str | None = None) -> Any:
+def traced(fn: Callable[..., Any] | None = None, *, name: str | None = None) -> Any:
     """Make each call of a function, sync or async, a `span` of its name or of ``name``."""
-    if function is None:
-        return lambda function: traced(function, name=name)
-    label = name or function.__qualname__
-    wrapped: Callable[..., Any] = function
+    if fn is None:
+        return lambda fn: traced(fn, name=name)
+    label = name or fn.__qualname__
+    wrapped: Callable[..., Any] = fn
 
     if inspect.iscoroutinefunction(wrapped):
 

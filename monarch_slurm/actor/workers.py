@@ -14,7 +14,8 @@ from monarch_slurm.actor.client import Client, client, has_client
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.host_mesh import HostMesh
 from monarch_slurm.actor.local_host import LOOPBACK
-from monarch_slurm.actor.shape import Shape, Slice
+from monarch_slurm.actor.ndslice import Slice
+from monarch_slurm.actor.shape import Shape
 from monarch_slurm.config import get_runtime_config, settings
 from monarch_slurm.host.attaching import AttachError, Candidate, attach_all
 from monarch_slurm.host.gateway import Gateway
@@ -142,6 +143,11 @@ def attach(addr: str, *, private_key: Key | None = None, ca: Key | None = None) 
         timeout = settings().mesh_attach_config_timeout
         _gateway = Gateway(derive_keys(secret), address, _attachments.program, _own_hub, timeout)
         _gateway_address = addr
+
+
+def attached_to() -> str | None:
+    """Return the address of the worker that this program was told to `attach` to, if any."""
+    return _gateway_address or None
 
 
 def _own_hub() -> tuple[str, int]:

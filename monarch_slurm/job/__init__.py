@@ -10,6 +10,7 @@
 - `notice`, `requeue`: what if Slurm is about to end the job
 - `status`, `follow`, `logs`, `locate`, `diagnosis`: what became of it
 - `allocation`, `address`, `nodelist`: the allocation around this process
+- `checks`, `services`: what kinds of jobs share
 - `commands`, `bash_actor`, `host_shell`, `port_forwarder`: commands, terminals and tunnels on a job's hosts
 - `service_ids`: workers that are known by an id
 - `current`: the job that commands in a folder are about
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
     from monarch_slurm.job.host_shell import shell
     from monarch_slurm.job.port_forwarder import PortForwarder
     from monarch_slurm.job.service_ids import (
+        SERVICE_PROC_IDS_ENV,
+        SERVICE_PROC_RANK_ENV,
         deserialize_service_proc_ids,
         new_service_proc_id,
         ranked_service_proc_id_from_env,
@@ -69,6 +72,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_JOB_PATH",
     "SAVED",
+    "SERVICE_PROC_IDS_ENV",
+    "SERVICE_PROC_RANK_ENV",
     "AddressError",
     "AllocationError",
     "BashActor",
@@ -122,6 +127,8 @@ __all__ = [
 _WITH_ACTORS = {
     "BashActor": "bash_actor",
     "PortForwarder": "port_forwarder",
+    "SERVICE_PROC_IDS_ENV": "service_ids",
+    "SERVICE_PROC_RANK_ENV": "service_ids",
     "deserialize_service_proc_ids": "service_ids",
     "exec_command": "commands",
     "new_service_proc_id": "service_ids",

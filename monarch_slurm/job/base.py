@@ -16,13 +16,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from monarch_slurm.host.places import OnLost
 from monarch_slurm.job.errors import JobError, JobSpecError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder, write_whole
+from monarch_slurm.job.services import Services
 from monarch_slurm.job.supervisor import BATCH_VARIABLE
 
 if TYPE_CHECKING:
@@ -39,10 +39,26 @@ Script = Sequence[str] | str
 
 
 class JobState:
-    """The hosts of a job, once connected: each mesh is an attribute of its name."""
+    """The hosts of a job, once connected: each mesh is an attribute of its name.
 
-    def __init__(self, hosts: Mapping[str, HostMesh]) -> None:
+    The other arguments belong to services that a kind of job of your own may have; no job here has them.
+    """
+
+    def __init__(
+        self,
+        hosts: Mapping[str, HostMesh],
+        query_engine: Any = None,
+        query_engine_client: Any = None,
+        telemetry_url: str | None = None,
+        dashboard_url: str | None = None,
+        admin_url: str | None = None,
+    ) -> None:
         self._hosts = dict(hosts)
+        self.query_engine = query_engine
+        self.query_engine_client = query_engine_client
+        self.telemetry_url = telemetry_url
+        self.dashboard_url = dashboard_url
+        self.admin_url = admin_url
 
     def __getattr__(self, name: str) -> HostMesh:
         if name.startswith("_"):
@@ -53,13 +69,6 @@ class JobState:
             raise AttributeError(
                 f"this job has no hosts named {name!r}; there are: {', '.join(self._hosts) or 'none'}"
             ) from None
-
-    query_engine: None = None
-    query_engine_client: None = None
-    telemetry_url: None = None
-    dashboard_url: None = None
-    admin_url: None = None
-    """What Monarch's telemetry would give; there is none here."""
 
     def shutdown(self) -> None:
         """Tell the agents of all hosts to end, so that their end is no failure."""
@@ -80,10 +89,10 @@ class _CachedRunning:
     job: JobTrait
 
 
-class JobTrait(ABC):
+class JobTrait(Services, ABC):
     """A job: named meshes of hosts, and how to get them.
 
-    A subclass gives `_create`, `_state`, `can_run` and `_kill`.
+    A subclass gives `_create`, `_state`, `can_run` and `_kill`, and leaves ``_status`` alone.
     """
 
     def __init__(self) -> None:
@@ -108,8 +117,8 @@ class JobTrait(ABC):
 
     @property
     def apply_id(self) -> str | None:
-        """An id that each `apply` makes anew; None before the first."""
-        return self._apply_id
+        """An id that each `apply` makes anew; None while the job is not active."""
+        return self._apply_id if self.active else None
 
     @property
     def active(self) -> bool:
@@ -171,6 +180,7 @@ class JobTrait(ABC):
         """Use the job that is remembered in ``path``, if it runs and suffices; else end it and forget it."""
         cached = _batch_job() or _load_cached(path)
         if cached is not None and cached._running is not None:
+            cached._running._rebind_connection_inputs(self)
             if cached.can_run(self):
                 self._status = _CachedRunning(cached._running)
                 self._apply_id = cached._apply_id
@@ -187,51 +197,42 @@ class JobTrait(ABC):
         if running is not None:
             running._kill()
 
-    def enable_telemetry(self, *_: object, **__: object) -> JobTrait:
-        """Refuse: there is no such service.
+    # ---- what a kind of job may also define
 
-        Raises:
-            NotImplementedError: always.
+    def _is_running(self) -> bool:
+        """Return whether this applied job still has its hosts, without connecting to them."""
+        return self.can_run(self)
+
+    def _rebind_connection_inputs(self, spec: JobTrait) -> None:
+        """Take from ``spec`` what only the program of today knows, such as credentials or the path of a key file.
+
+        Called on a remembered job before it is asked whether it `can_run` the ``spec``.
         """
-        raise NotImplementedError(
-            "jobs have no telemetry service here; leave enable_telemetry() out. `monarch-slurm status` and "
-            "`monarch-slurm stacks` show what a running job does"
-        )
 
-    def enable_admin(self, *_: object, **__: object) -> JobTrait:
-        """Refuse: there is no such service.
+    def _cleanup_log_context(self) -> dict[str, Any]:
+        """Return what a person needs to end the hosts by hand; for the log, so without secrets."""
+        return {"job_type": type(self).__name__}
 
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError(
-            "jobs have no admin HTTP service here; leave enable_admin() out. `monarch-slurm status` asks a running job"
-        )
+    def _prepare_client_gateway(self) -> None:
+        """Find out which worker leads to the others, and `_attach_client` to it: for `_state` to call."""
 
-    def remote_mount(self, *_: object, **__: object) -> None:
-        """Refuse: hosts mount nothing.
+    def _sidecar_attach_to(self) -> str | None:
+        """Return the worker that leads to the others, if there is one."""
+        from monarch_slurm.actor.workers import attached_to
 
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError("hosts mount no folders here; HostMesh.sync_workspace copies folders to them")
+        return attached_to()
 
-    gather_mount = remote_mount
+    def _requires_sidecar_gateway(self) -> bool:
+        """Return whether other processes of this machine need that worker, too. No job here starts any."""
+        return False
 
-    def profile(self, *_: object, **__: object) -> None:
-        """Refuse: jobs have no profiler.
+    def _should_spawn_telemetry_worker_collector_actors(self) -> bool:
+        """Return whether telemetry would be collected on each host. No job here has telemetry."""
+        return True
 
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError(
-            "jobs have no profiler here; run torch.profiler in an actor, or `monarch-slurm stacks`"
-        )
-
-    telemetry_query_client = enable_telemetry
-
-    def _attach_client(self, addr: str) -> None:
-        """For kinds of jobs whose hosts are not on this program's network: reach them through the worker at ``addr``.
+    def _attach_client(self, attach_to: str | None) -> None:
+        """For kinds of jobs whose hosts are not on this program's network: reach them through the worker at that
+        address; None does nothing.
 
         Raises:
             RuntimeError: this program has hosts already, or reaches them through another worker.
@@ -239,14 +240,21 @@ class JobTrait(ABC):
         """
         from monarch_slurm.actor import attach
 
-        attach(addr)
+        if attach_to is not None:
+            attach(attach_to)
 
     def _discard(self) -> None:
         """Kill a remembered job that is no longer wanted; one that cannot be killed is left to its time limit."""
         try:
             self.kill()
         except Exception as error:  # of whatever kind: a job of the user's own may raise anything
-            logger.warning("the remembered job %r could not be killed: %s", self, error)
+            logger.warning("the remembered job %r could not be killed: %s (%s)", self, error, self._log_context())
+
+    def _log_context(self) -> dict[str, Any]:
+        try:
+            return self._cleanup_log_context()
+        except Exception as error:  # as above
+            return {"job_type": type(self).__name__, "unknown": repr(error)}
 
     def dumps(self) -> bytes:
         """Return the job as bytes for `job_loads`."""
@@ -275,7 +283,7 @@ class BatchJob(JobTrait):
         self._status = "running"
         self._ends_with_process = False
 
-    def _create(self, client_script: Script | None) -> None:
+    def _create(self, client_script: Script | None = None) -> None:
         raise JobError("a program inside of a job cannot apply that job again")
 
     def _state(self) -> JobState:
@@ -291,6 +299,15 @@ class BatchJob(JobTrait):
 
     def _kill(self) -> None:
         self._job._kill()
+
+    def _is_running(self) -> bool:
+        return self._job._is_running()
+
+    def _rebind_connection_inputs(self, spec: JobTrait) -> None:
+        self._job._rebind_connection_inputs(spec)
+
+    def _cleanup_log_context(self) -> dict[str, Any]:
+        return self._job._cleanup_log_context()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -365,33 +382,3 @@ def program_arguments(script: Script, python: str | None = None) -> list[str]:
     if arguments[0].endswith(".py"):
         arguments = [*(shlex.split(python) if python else [sys.executable]), *arguments]
     return arguments
-
-
-def check_spares(spares: int, on_lost: str) -> tuple[int, OnLost]:
-    """Return the arguments.
-
-    Raises:
-        JobSpecError: they make no sense.
-    """
-    if isinstance(spares, bool) or not isinstance(spares, int) or spares < 0:
-        raise JobSpecError(f"spares is {spares!r}; a number of hosts, 0 or more, expected")
-    for known in get_args(OnLost):
-        if on_lost == known:
-            return spares, known
-    raise JobSpecError(f"on_lost is {on_lost!r}; one of {', '.join(get_args(OnLost))} expected")
-
-
-def check_meshes(meshes: Mapping[str, int]) -> dict[str, int]:
-    """Return ``meshes`` as a dict of its own.
-
-    Raises:
-        JobSpecError: there is none, a size is not positive, or a name cannot be an attribute.
-    """
-    if not meshes:
-        raise JobSpecError("a job needs at least one mesh of hosts, such as {'hosts': 4}")
-    for name, size in meshes.items():
-        if not name.isidentifier() or name.startswith("_"):
-            raise JobSpecError(f"mesh name {name!r}: letters, digits and '_' expected, and no '_' first")
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise JobSpecError(f"mesh {name!r}: {size!r} hosts; at least 1 expected")
-    return dict(meshes)

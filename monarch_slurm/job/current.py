@@ -17,8 +17,8 @@ DEFAULT_CONTEXT = "default"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-def set_current_job(spec: str, context: str | None = None) -> JobTrait:
-    """Make the job ``module.attribute`` the current one of this folder, and return it.
+def set_current_job(module_path: str, context: str | None = None) -> JobTrait:
+    """Make the job ``module_path``, such as ``jobs.training``, the current one of this folder, and return it.
 
     ``.monarch/CONTEXT/spec`` remembers it; ``.monarch/job_state.pkl``, which `JobTrait.state` uses, becomes a link to
     ``.monarch/CONTEXT/state.pkl``.
@@ -27,15 +27,15 @@ def set_current_job(spec: str, context: str | None = None) -> JobTrait:
         context: name under which it is kept, besides others; None is the one in force.
 
     Raises:
-        ValueError: ``spec`` has no dot, or ``context`` cannot be the name of a folder.
+        ValueError: ``module_path`` has no dot, or ``context`` cannot be the name of a folder.
         ImportError, AttributeError: there is no such module or attribute.
         TypeError: it is no job.
     """
     name = context or current_context()
     folder = state_path(name).parent
-    job = _load(spec)
+    job = _load(module_path)
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "spec", f"{spec}\n".encode())
+    write_whole(folder / "spec", f"{module_path}\n".encode())
     link = Path(DEFAULT_JOB_PATH)
     if link.exists() and not link.is_symlink():
         raise JobSpecError(f"{link} remembers a job of this folder; kill that job, or remove the file, first")

@@ -80,20 +80,21 @@ class ShellActor(Actor):
         output.send(code if code >= 0 else 128 - code)
 
 
-def shell(host_mesh: HostMesh, *, env: Mapping[str, str] | None = None, workdir: str | None = None) -> int:
+def shell(host_mesh_singleton: HostMesh, *, env: Mapping[str, str] | None = None, workdir: str | None = None) -> int:
     """Open a shell on a host in this terminal; return its exit code.
 
     Args:
-        host_mesh: one host.
+        host_mesh_singleton: one host.
         env: further variables for the shell.
         workdir: folder that it begins in.
 
     Raises:
         ValueError: there is more than one host.
     """
-    if len(host_mesh) != 1:
-        raise ValueError(f"a shell runs on one host; this mesh has {len(host_mesh)}: slice it, such as slice(hosts=0)")
-    procs = host_mesh.spawn_procs(name="shell")
+    count = len(host_mesh_singleton)
+    if count != 1:
+        raise ValueError(f"a shell runs on one host; this mesh has {count}: slice it, such as slice(hosts=0)")
+    procs = host_mesh_singleton.spawn_procs(name="shell")
     try:
         actor = procs.spawn("shell", ShellActor)
         port, receiver = Channel[Any].open()

@@ -64,6 +64,12 @@ class LocalJob(JobTrait):
     def _kill(self) -> None:
         return
 
+    def _is_running(self) -> bool:
+        return True
+
+    def _should_spawn_telemetry_worker_collector_actors(self) -> bool:
+        return False
+
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_process": None}
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import psutil
 
 from monarch_slurm.host.places import OnLost
-from monarch_slurm.job.base import JobState, JobTrait, Script, check_meshes, check_spares
+from monarch_slurm.job.base import JobState, JobTrait, Script
+from monarch_slurm.job.checks import check_meshes, check_spares
 from monarch_slurm.job.errors import HostsTakenError, JobError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder, tail
 from monarch_slurm.job.processes import end_processes, find_processes

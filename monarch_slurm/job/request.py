@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from monarch_slurm.host.places import OnLost
-from monarch_slurm.job.base import check_spares
+from monarch_slurm.job.checks import check_spares
 from monarch_slurm.job.container import Container
 from monarch_slurm.job.errors import JobSpecError
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from monarch_slurm.actor import ProcId, Uid
 from monarch_slurm.job.errors import JobError
 
-IDS_VARIABLE = "MONARCH_SERVICE_PROC_IDS"
-RANK_VARIABLE = "MONARCH_SERVICE_PROC_RANK"
+SERVICE_PROC_IDS_ENV = "MONARCH_SERVICE_PROC_IDS"
+SERVICE_PROC_RANK_ENV = "MONARCH_SERVICE_PROC_RANK"
 
 
 class ServiceIdError(JobError, ValueError):
@@ -26,40 +26,40 @@ def new_service_proc_id() -> ProcId:
     return ProcId(Uid.instance("service"))
 
 
-def serialize_service_proc_ids(ids: Sequence[ProcId]) -> str:
+def serialize_service_proc_ids(proc_ids: Sequence[ProcId]) -> str:
     """Return ids as text, for the environment variable ``MONARCH_SERVICE_PROC_IDS``."""
-    return json.dumps([str(one) for one in ids])
+    return json.dumps([str(one) for one in proc_ids])
 
 
-def deserialize_service_proc_ids(text: str) -> list[ProcId]:
+def deserialize_service_proc_ids(serialized: str) -> list[ProcId]:
     """Return the ids that `serialize_service_proc_ids` was given.
 
     Raises:
         ValueError: the text is something else.
     """
-    names = json.loads(text)
+    names = json.loads(serialized)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"a JSON list of ids expected, not {text!r}")
+        raise ValueError(f"a JSON list of ids expected, not {serialized!r}")
     return [ProcId.from_string(name) for name in names]
 
 
-def service_proc_addr(proc_id: ProcId, url: str) -> str:
-    """Return the address of the worker ``proc_id`` that listens at ``url``."""
-    return f"{proc_id}@{url}"
+def service_proc_addr(address: str, proc_id: ProcId) -> str:
+    """Return the address of the worker ``proc_id`` that listens at the URL ``address``."""
+    return f"{proc_id}@{address}"
 
 
-def service_proc_addrs(proc_ids: Sequence[ProcId], urls: Sequence[str]) -> list[str]:
+def service_proc_addrs(addresses: Sequence[str], proc_ids: Sequence[ProcId]) -> list[str]:
     """Return the address of each worker.
 
     Raises:
         ValueError: there are more of one than of the other.
     """
-    if len(proc_ids) != len(urls):
-        raise ValueError(f"{len(proc_ids)} ids for {len(urls)} addresses of workers")
-    return [service_proc_addr(one, url) for one, url in zip(proc_ids, urls, strict=True)]
+    if len(proc_ids) != len(addresses):
+        raise ValueError(f"{len(proc_ids)} ids for {len(addresses)} addresses of workers")
+    return [service_proc_addr(address, one) for address, one in zip(addresses, proc_ids, strict=True)]
 
 
-def ranked_service_proc_id_from_env(rank_env: str = RANK_VARIABLE) -> ProcId:
+def ranked_service_proc_id_from_env(rank_env: str = SERVICE_PROC_RANK_ENV) -> ProcId:
     """Return the id of the worker that this process is to be.
 
     Args:
@@ -69,11 +69,11 @@ def ranked_service_proc_id_from_env(rank_env: str = RANK_VARIABLE) -> ProcId:
         ServiceIdError: a variable is missing or wrong.
     """
     try:
-        ids, rank = deserialize_service_proc_ids(os.environ[IDS_VARIABLE]), int(os.environ[rank_env])
+        ids, rank = deserialize_service_proc_ids(os.environ[SERVICE_PROC_IDS_ENV]), int(os.environ[rank_env])
     except KeyError as error:
         raise ServiceIdError(f"the environment variable {error.args[0]} is not set") from None
     except ValueError as error:
-        raise ServiceIdError(f"{IDS_VARIABLE} or {rank_env}: {error}") from None
+        raise ServiceIdError(f"{SERVICE_PROC_IDS_ENV} or {rank_env}: {error}") from None
     if not 0 <= rank < len(ids):
-        raise ServiceIdError(f"{rank_env}={rank}, but {IDS_VARIABLE} has {len(ids)} ids")
+        raise ServiceIdError(f"{rank_env}={rank}, but {SERVICE_PROC_IDS_ENV} has {len(ids)} ids")
     return ids[rank]

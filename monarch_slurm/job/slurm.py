@@ -16,8 +16,9 @@ from monarch_slurm.host.identity import ADDRESS_VARIABLE
 from monarch_slurm.host.places import OnLost
 from monarch_slurm.job.address import find_address, node_address
 from monarch_slurm.job.allocation import SlurmAllocation
-from monarch_slurm.job.base import BatchJob, JobState, JobTrait, Script, check_meshes, program_arguments
+from monarch_slurm.job.base import BatchJob, JobState, JobTrait, Script, program_arguments
 from monarch_slurm.job.batch import BatchPlan
+from monarch_slurm.job.checks import check_meshes
 from monarch_slurm.job.container import Container
 from monarch_slurm.job.diagnosis import why_ended
 from monarch_slurm.job.errors import (

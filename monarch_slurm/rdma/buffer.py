@@ -168,44 +168,42 @@ class RDMAAction:
     def __init__(self) -> None:
         self._queue: list[_Queued] = []
 
-    def read_remote(self, dst_local: Any, src_buffer: RDMABuffer) -> RDMAAction:
-        """Add a copy of all of ``src_buffer`` to ``dst_local``; return this action.
+    def read_remote(self, dst: Any, src: RDMABuffer) -> RDMAAction:
+        """Add a copy of all of ``src`` to ``dst``; return this action.
 
         Raises:
-            ValueError: ``dst_local`` is too small, read-only or not contiguous.
+            ValueError: ``dst`` is too small, read-only or not contiguous.
         """
-        memory = memory_of(dst_local)
-        if memory.nbytes < src_buffer.size():
+        memory = memory_of(dst)
+        if memory.nbytes < src.size():
             raise ValueError(
-                f"destination local memory size ({memory.nbytes}) must be >= remote buffer size ({src_buffer.size()})"
+                f"destination local memory size ({memory.nbytes}) must be >= remote buffer size ({src.size()})"
             )
         if memory.readonly:
             raise ValueError("the destination is read-only memory")
-        self._queue.append(_Queued(False, memory, src_buffer.size(), src_buffer))
+        self._queue.append(_Queued(False, memory, src.size(), src))
         return self
 
-    def write_remote(self, dst_buffer: RDMABuffer, src_local: Any) -> RDMAAction:
-        """Add a copy of all of ``src_local`` to the start of ``dst_buffer``; return this action.
+    def write_remote(self, dst: RDMABuffer, src: Any) -> RDMAAction:
+        """Add a copy of all of ``src`` to the start of ``dst``; return this action.
 
         Raises:
-            ValueError: ``src_local`` is too large or not contiguous, or the buffer is read-only.
+            ValueError: ``src`` is too large or not contiguous, or the buffer is read-only.
         """
-        memory = memory_of(src_local)
-        if memory.nbytes > dst_buffer.size():
-            raise ValueError(
-                f"source local memory size ({memory.nbytes}) must be <= remote buffer size ({dst_buffer.size()})"
-            )
-        if dst_buffer._readonly:
+        memory = memory_of(src)
+        if memory.nbytes > dst.size():
+            raise ValueError(f"source local memory size ({memory.nbytes}) must be <= remote buffer size ({dst.size()})")
+        if dst._readonly:
             raise ValueError("the buffer was made of read-only memory and cannot be written")
         if memory.nbytes:
-            self._queue.append(_Queued(True, memory, memory.nbytes, dst_buffer))
+            self._queue.append(_Queued(True, memory, memory.nbytes, dst))
         return self
 
-    def fetch_add(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def fetch_add(self, src: Any, dst: Any, add: int) -> NoReturn:
         """Not offered: transfers have no atomic operations."""
         raise NotImplementedError("fetch_add is not supported")
 
-    def compare_and_swap(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def compare_and_swap(self, src: Any, dst: Any, compare: int, swap: int) -> NoReturn:
         """Not offered: transfers have no atomic operations."""
         raise NotImplementedError("compare_and_swap is not supported")
 

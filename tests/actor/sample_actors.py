@@ -455,3 +455,14 @@ class Executables(Actor):
     @endpoint
     def own(self) -> str | None:
         return os.environ.get("MY_PYTHON")
+
+
+class AnyName(Actor):
+    """Its argument has a name that spawn() itself might use."""
+
+    def __init__(self, actor_class: str) -> None:
+        self._given = actor_class
+
+    @endpoint
+    def look(self) -> str:
+        return self._given

@@ -71,6 +71,7 @@ def test_texts() -> None:
     assert str(extent) == "{x: 2, y: 2}"
     assert str(Point(1, extent)) == "{'x': 0/2, 'y': 1/2}"
     assert str(Point(0, Extent([], []))) == "{}"
+    assert str(extent.region) == "{x=2,y=2}"
     assert repr(make_mesh(y=2)) == "ValueMesh({y: 2}):\n[({'y': 0/2}, 0), ({'y': 1/2}, 1)]"
     assert "Slice(offset=0, sizes=[2, 2], strides=[2, 1])" in repr(extent.region)
 
@@ -202,3 +203,22 @@ def test_a_shape_is_a_region() -> None:
     shape = Shape(["x", "y"], Slice.new_row_major([2, 3])).at("x", 1)
     assert shape.region is shape.as_shape() is shape
     assert shape.point_of_base_rank(4) == shape.point(4)
+    assert shape.region.slice() == shape.ndslice
+
+
+@given(st.dictionaries(st.text(), st.integers(0, 5), max_size=4), st.integers(0, 5))
+def test_shapes_come_out_of_their_bytes(sizes: dict[str, int], offset: int) -> None:
+    shape = Shape(list(sizes), Slice(offset=offset, sizes=list(sizes.values()), strides=[2] * len(sizes)))
+    for one in (shape, shape.extent):
+        restore, arguments = one.__reduce__()
+        assert restore is type(one).from_bytes
+        assert restore(*arguments) == one
+    for point in (Point(rank, shape.extent) for rank in range(min(3, shape.extent.nelements))):
+        assert Point.from_bytes(point.__reduce__()[1][0]) == point
+
+
+@pytest.mark.parametrize("data", [b"", b"\x90", b"\x94\xa1a\xa1b\xa1c\xa1d", b"\x92\x91\x01\x91\x01", b"\x81" * 9000])
+@pytest.mark.parametrize("kind", [Shape, Extent, Point])
+def test_bytes_of_something_else(kind: type[Shape], data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"these bytes are no|expected, not"):
+        kind.from_bytes(data)

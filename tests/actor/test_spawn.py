@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from recorded_faults import Faults
-from sample_actors import Environment, Executables, Log
+from sample_actors import AnyName, Environment, Executables, Log
 from support import DEADLINE, REPOSITORY, Program, wait_until
 
 from monarch_slurm.actor import (
@@ -300,3 +300,16 @@ def test_a_table_of_procs(spawn: Callable[..., ProcMesh]) -> None:
     head, *rows = [line.split() for line in mesh.to_table().splitlines()]
     assert head == ["rank", "x", "gpus", "host", "proc"]
     assert [row[:4] for row in rows] == [[str(n), "0", str(n), os.uname().nodename] for n in range(2)]
+
+
+def test_arguments_of_an_actor_may_be_called_anything(spawn: Callable[..., ProcMesh]) -> None:
+    mesh = spawn().spawn(name="named", Class=AnyName, actor_class="mine")
+    assert mesh.look.call_one().get(DEADLINE) == "mine"
+
+
+def test_there_are_no_distributed_tensors(spawn: Callable[..., ProcMesh]) -> None:
+    procs = spawn()
+    mesh: Any = procs.spawn("log", Log)
+    for ask in (mesh.add.rref, procs.activate, procs.rank_tensors, lambda: procs.rank_tensor("gpus")):
+        with pytest.raises(NotImplementedError, match="no distributed tensors"):
+            ask()

@@ -187,3 +187,72 @@ def test_a_local_job_runs_its_client_script_beside_this_process(tmp_path: Path) 
     assert (job.log_dir / "stderr.log").read_text() == "oops\n"
     assert job.process.pid != os.getpid()
     assert not job.can_run(LocalJob())
+
+
+class Hooked(Recorded):
+    """A job of a user's own that has overridden whatever may be."""
+
+    def __init__(self, secret: str, size: int = 1, kill_error: Exception | None = None) -> None:
+        super().__init__(size, kill_error)
+        self.secret = secret
+        self.gateway = ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "secret": ""}
+
+    def _rebind_connection_inputs(self, spec: JobTrait) -> None:
+        super()._rebind_connection_inputs(spec)
+        assert isinstance(spec, Hooked)
+        self.secret = spec.secret
+
+    def _cleanup_log_context(self) -> dict[str, Any]:
+        return {**super()._cleanup_log_context(), "cluster_job": 17}
+
+    def _prepare_client_gateway(self) -> None:
+        super()._prepare_client_gateway()
+        self._attach_client(None)
+        self.gateway = self._sidecar_attach_to() or "none is needed"
+
+    def _requires_sidecar_gateway(self) -> bool:
+        return not super()._requires_sidecar_gateway()
+
+    def _state(self) -> JobState:
+        self._prepare_client_gateway()
+        return JobState(super()._state()._hosts, telemetry_url=f"http://{self.secret}", dashboard_url=self.gateway)
+
+
+def test_a_remembered_job_gets_what_only_the_program_of_today_knows() -> None:
+    Hooked("of yesterday").state()
+    assert b"of yesterday" not in Path(DEFAULT_JOB_PATH).read_bytes()
+    state = Hooked("of today").state()
+    assert (state.telemetry_url, state.dashboard_url) == ("http://of today", "none is needed")
+    assert state.admin_url is None
+
+
+def test_what_helps_to_end_a_job_by_hand_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    Hooked("a", 2, MonarchSlurmError("no credentials")).state()
+    Hooked("a", 3).state()
+    assert "{'job_type': 'Hooked', 'cluster_job': 17}" in caplog.text
+    assert "no credentials" in caplog.text
+
+
+def test_defaults_of_hooks() -> None:
+    job = Recorded()
+    job.apply()
+    assert job._is_running()
+    job.lives = False
+    assert not job._is_running()
+    assert not job._requires_sidecar_gateway()
+    assert job._should_spawn_telemetry_worker_collector_actors()
+    assert LocalJob()._is_running()
+    wrapped = BatchJob(Hooked("a"))
+    assert wrapped._is_running()
+    assert wrapped._cleanup_log_context()["cluster_job"] == 17
+
+
+def test_an_id_is_that_of_hosts_that_are_there() -> None:
+    job = Recorded()
+    job.apply()
+    assert job.apply_id
+    job.kill()
+    assert job.apply_id is None

@@ -35,10 +35,10 @@ def test_ids_go_through_an_environment_variable(monkeypatch: pytest.MonkeyPatch)
 
 def test_addresses_with_ids() -> None:
     one, other = new_service_proc_id(), new_service_proc_id()
-    assert WorkerAddress.parse(service_proc_addr(one, "tcp://n1:4444")).identity == str(one)
-    assert service_proc_addrs([one, other], ["tcp://a:1", "tcp://b:1"])[1] == f"{other}@tcp://b:1"
+    assert WorkerAddress.parse(service_proc_addr("tcp://n1:4444", one)).identity == str(one)
+    assert service_proc_addrs(["tcp://a:1", "tcp://b:1"], [one, other])[1] == f"{other}@tcp://b:1"
     with pytest.raises(ValueError, match="2 ids for 1 addresses"):
-        service_proc_addrs([one, other], ["tcp://a:1"])
+        service_proc_addrs(["tcp://a:1"], [one, other])
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "null", '["no id"]'])

@@ -1,5 +1,13 @@
 """At home in `monarch_slurm.actor`."""
 
-from monarch_slurm.actor import HostMesh, this_host, this_proc
+from monarch_slurm.actor import (
+    BootstrapCommand,
+    Future,
+    HostMesh,
+    ProcMesh,
+    default_bootstrap_cmd,
+    this_host,
+    this_proc,
+)
 
-__all__ = ["HostMesh", "this_host", "this_proc"]
+__all__ = ["BootstrapCommand", "Future", "HostMesh", "ProcMesh", "default_bootstrap_cmd", "this_host", "this_proc"]

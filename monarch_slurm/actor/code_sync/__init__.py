@@ -7,6 +7,6 @@
 
 from monarch_slurm.actor.code_sync.sync import SyncResult
 from monarch_slurm.actor.code_sync.tree import WorkspaceError
-from monarch_slurm.actor.code_sync.workspace import ACTIVE_CONDA_ENV, DEFAULT_EXCLUDE, Workspace
+from monarch_slurm.actor.code_sync.workspace import ACTIVE_CONDA_ENV, DEFAULT_EXCLUDE, CondaEnvironment, Workspace
 
-__all__ = ["ACTIVE_CONDA_ENV", "DEFAULT_EXCLUDE", "SyncResult", "Workspace", "WorkspaceError"]
+__all__ = ["ACTIVE_CONDA_ENV", "DEFAULT_EXCLUDE", "CondaEnvironment", "SyncResult", "Workspace", "WorkspaceError"]

@@ -27,9 +27,8 @@ from monarch_slurm.actor.code_sync.tree import (
     leads_out,
     split_path,
 )
+from monarch_slurm.actor.code_sync.workspace import WORKSPACE_VARIABLE
 from monarch_slurm.actor.endpoint import endpoint
-
-WORKSPACE_VARIABLE = "WORKSPACE_DIR"
 
 _agent_folder = Path()
 

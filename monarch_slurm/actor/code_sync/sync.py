@@ -9,14 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monarch_slurm.actor.code_sync.receiver import WORKSPACE_VARIABLE, Receiver
+from monarch_slurm.actor.code_sync.receiver import Receiver
 from monarch_slurm.actor.code_sync.reloading import Reloader, map_paths
 from monarch_slurm.actor.code_sync.tree import Manifest, WorkspaceError, scan
-from monarch_slurm.actor.code_sync.workspace import Workspace
+from monarch_slurm.actor.code_sync.workspace import WORKSPACE_VARIABLE, Workspace
 from monarch_slurm.actor.context import context
 from monarch_slurm.actor.errors import ActorError
+from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.actor.proc_mesh import ProcMesh
-from monarch_slurm.actor.shape import Point, Shape, Slice
+from monarch_slurm.actor.shape import Point, Shape
 
 if TYPE_CHECKING:
     from monarch_slurm.actor.host_mesh import HostMesh

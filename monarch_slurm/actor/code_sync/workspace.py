@@ -8,11 +8,50 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from monarch_slurm.actor.code_sync.tree import WorkspaceError, copy_tree
 
-ACTIVE_CONDA_ENV = "active"
-"""Stands for the conda environment that the program runs in."""
+
+class CondaEnvironment:
+    """A conda environment of the program's machine.
+
+    Args:
+        conda_prefix: its folder; None for the one that is active when it is asked for.
+    """
+
+    def __init__(self, conda_prefix: str | None = None) -> None:
+        self._conda_prefix = conda_prefix
+
+    @property
+    def conda_prefix(self) -> str:
+        """Its folder.
+
+        Raises:
+            WorkspaceError: none was named, and none is active.
+        """
+        prefix = self._conda_prefix or os.environ.get("CONDA_PREFIX")
+        if not prefix:
+            raise WorkspaceError("no conda environment is active: activate one, or name its conda_prefix")
+        return prefix
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CondaEnvironment) and self._conda_prefix == other._conda_prefix
+
+    def __hash__(self) -> int:
+        return hash(self._conda_prefix)
+
+    def __repr__(self) -> str:
+        return f"CondaEnvironment({self._conda_prefix!r})"
+
+
+ACTIVE_CONDA_ENV = CondaEnvironment()
+"""The conda environment that the program runs in."""
+
+WORKSPACE_VARIABLE = "WORKSPACE_DIR"
+
+_IMAGE_ROOT = "${img_root}"
+"""TorchX's name for the root of a role's image."""
 
 DEFAULT_EXCLUDE = (
     ".git", ".hg", ".svn", "__pycache__", "*.pyc", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints",
@@ -27,12 +66,12 @@ class Workspace:
     Args:
         dirs: folders, each of which gets its own name in ``$WORKSPACE_DIR``; or a map from folders to the paths that
             they get there.
-        env: for Monarch's sake; environments are not copied.
+        env: the environment that ``sync_workspace(conda=True)`` copies, too.
         exclude: names, or paths in the folder, that are left out; ``*`` and ``?`` stand for anything.
     """
 
     dirs: Sequence[str | os.PathLike[str]] | Mapping[str | os.PathLike[str], str] | None = None
-    env: str | os.PathLike[str] | None = ACTIVE_CONDA_ENV
+    env: CondaEnvironment | None = ACTIVE_CONDA_ENV
     exclude: Sequence[str] = DEFAULT_EXCLUDE
 
     @staticmethod
@@ -81,3 +120,19 @@ class Workspace:
             target = Path(outdir) / place
             target.mkdir(parents=True, exist_ok=True)
             copy_tree(folder, target, self.exclude, shutil.copy2)
+
+    def set_env_vars(self, appdef: Any) -> None:
+        """Set what the roles of a TorchX ``AppDef`` need to find the folders: ``WORKSPACE_DIR`` and ``PYTHONPATH``, and
+        ``CONDA_DIR`` if there is an environment. Variables that are set keep their values; ``PYTHONPATH`` is added to.
+
+        Raises:
+            WorkspaceError: as of `folders`.
+        """
+        places = self.folders().values()
+        for role in appdef.roles:
+            root = role.env.setdefault(WORKSPACE_VARIABLE, f"{_IMAGE_ROOT}/workspace")
+            paths = [path for path in role.env.get("PYTHONPATH", "").split(":") if path]
+            wanted = (os.path.normpath(f"{root}/{place}") for place in places)
+            role.env["PYTHONPATH"] = ":".join(dict.fromkeys([*paths, *wanted]))
+            if self.env is not None:
+                role.env.setdefault("CONDA_DIR", f"{_IMAGE_ROOT}/conda")

@@ -9,6 +9,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from reading_actors import Reader
 from support import DEADLINE
 
 from monarch_slurm.actor import HostMesh, MeshFailure, Workspace, WorkspaceError
+from monarch_slurm.actor.code_sync import ACTIVE_CONDA_ENV, CondaEnvironment
 from monarch_slurm.actor.code_sync.receiver import _Target
 from monarch_slurm.actor.code_sync.tree import Entry, scan
 from monarch_slurm.controller import gather_hosts, publish, withdraw
@@ -247,3 +249,25 @@ def test_without_a_workspace_the_copies_are_gone_with_the_host(
     agent.wait()
     assert not Path(variable).parent.exists()
     withdraw(folder)
+
+
+def test_variables_of_torchx_roles(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roles = [SimpleNamespace(env={}), SimpleNamespace(env={"WORKSPACE_DIR": "/w", "PYTHONPATH": "/a:/w/code"})]
+    Workspace({project: "code"}).set_env_vars(SimpleNamespace(roles=roles))
+    root = "${img_root}"
+    first = {"WORKSPACE_DIR": f"{root}/workspace", "PYTHONPATH": f"{root}/workspace/code", "CONDA_DIR": f"{root}/conda"}
+    assert roles[0].env == first
+    assert roles[1].env == {"WORKSPACE_DIR": "/w", "PYTHONPATH": "/a:/w/code", "CONDA_DIR": f"{root}/conda"}
+    flat = SimpleNamespace(env={})
+    Workspace({project: ""}, env=None).set_env_vars(SimpleNamespace(roles=[flat]))
+    assert flat.env == {"WORKSPACE_DIR": f"{root}/workspace", "PYTHONPATH": f"{root}/workspace"}
+
+
+def test_the_active_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONDA_PREFIX", "/envs/mine")
+    assert Workspace().env == ACTIVE_CONDA_ENV
+    assert ACTIVE_CONDA_ENV.conda_prefix == "/envs/mine"
+    assert CondaEnvironment("/envs/other").conda_prefix == "/envs/other"
+    monkeypatch.delenv("CONDA_PREFIX")
+    with pytest.raises(WorkspaceError, match="no conda environment is active"):
+        _ = ACTIVE_CONDA_ENV.conda_prefix

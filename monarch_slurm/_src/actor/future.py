@@ -1,0 +1,5 @@
+"""At home in `monarch_slurm.actor`."""
+
+from monarch_slurm.actor import Future
+
+__all__ = ["Future"]

@@ -1,0 +1,1 @@
+"""See `monarch_slurm._src`."""
