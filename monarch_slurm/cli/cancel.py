@@ -29,9 +29,10 @@ def cancel(jobs: Sequence[str]) -> None:
 
 
 def _cancel(name: str) -> None:
-    from monarch_slurm.job import JobEndedError, Phase, SlurmUnreachableError
+    from monarch_slurm.job import JobEndedError, Phase
     from monarch_slurm.job.locate import find_job
     from monarch_slurm.job.status import query, run_command
+    from monarch_slurm.job.unreachable import slurm_failure
 
     job = find_job(name)
     status = query(job.job_id)
@@ -39,5 +40,5 @@ def _cancel(name: str) -> None:
         raise JobEndedError(f"{status}: it has ended already")
     done = run_command(["scancel", job.job_id])
     if done.returncode != 0:
-        raise SlurmUnreachableError(f"could not cancel job {job.job_id}: {done.stderr.strip()}")
+        raise slurm_failure(done, f"could not cancel job {job.job_id}", run_command)
     click.echo(f"cancelled job {job.job_id}")

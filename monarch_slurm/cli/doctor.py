@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 UNFIT = 3
 """Exit code when a check says ``bad``."""
 
+CONTROLLER_SECONDS = 5.0
+"""Time for Slurm's controller to answer."""
+
 _MARKS = {"ok": "ok  ", "absent": "-   ", "warn": "warn", "bad": "BAD "}
 _COLOURS = {"ok": "green", "absent": None, "warn": "yellow", "bad": "red"}
 
@@ -56,13 +59,17 @@ def doctor(
     Exit codes: 0 fit, 3 something must be mended, 1 the nodes could not be examined.
     """
     from monarch_slurm.health import ask_here, features, judge_host, worst
+    from monarch_slurm.job.status import run_command
+    from monarch_slurm.job.unreachable import controller_trouble
 
     if nodes is None:
         facts = ask_here(timeout * 0.7 if touch_gpus else None)
         findings, answers = judge_host(facts), {facts["host"]: facts}
+        no_controller = controller_trouble(run_command, min(timeout, CONTROLLER_SECONDS))
     else:
         findings, answers = _ask_nodes(nodes, partition, account, slurm_args, timeout)
-    parts = features(next(iter(answers.values()))) if len(answers) == 1 else []
+        no_controller = ""  # it has started the tasks
+    parts = features(next(iter(answers.values())), no_controller) if len(answers) == 1 else []
     if as_json:
         told = {
             "findings": [asdict(finding) for finding in findings],

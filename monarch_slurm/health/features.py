@@ -16,8 +16,12 @@ class Feature:
     why: str
 
 
-def features(facts: Facts) -> list[Feature]:
-    """Return what works on the host of ``facts``."""
+def features(facts: Facts, no_controller: str = "") -> list[Feature]:
+    """Return what works on the host of ``facts``.
+
+    Args:
+        no_controller: why no controller of Slurm answers there; empty if one does.
+    """
     packages, programs = facts["packages"], facts["programs"]
     gpus = facts["gpus"]
     platforms = {gpu["platform"] for gpu in gpus}
@@ -41,11 +45,12 @@ def features(facts: Facts) -> list[Feature]:
     library = {"rocm": "RCCL", "cuda": "NCCL"}.get(torch_gpu, "")
     no_collectives = gpu_why or native("_native")
     no_verbs = None if up else "no RDMA link is up"
-    slurm = [name for name in ("sbatch", "srun", "squeue") if not programs[name]]
+    missing = [name for name in ("sbatch", "srun", "squeue") if not programs[name]]
+    no_slurm = f"{', '.join(missing)} not on the PATH" if missing else no_controller
     train = [name for name in ("torch", "torchft", "numpy") if not packages[name]]
     return [
         Feature("actors", True, "on this machine and in jobs"),
-        Feature("Slurm jobs", not slurm, f"{', '.join(slurm)} not on the PATH" if slurm else "submission and steps"),
+        Feature("Slurm jobs", not no_slurm, no_slurm or "submission and steps"),
         Feature(
             "training",
             not train,

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from monarch_slurm.job.errors import JobFolderError
@@ -29,6 +29,8 @@ class JobFolder:
     """
 
     path: Path
+    made: tuple[Path, ...] = field(default=(), compare=False, repr=False)
+    """Folders that were made to hold it, the innermost first."""
 
     @staticmethod
     def create(base: Path, job_name: str) -> JobFolder:
@@ -41,10 +43,11 @@ class JobFolder:
         if _FORBIDDEN.search(str(base)):
             raise JobFolderError(f"{str(base)!r}: Slurm gives '%' and '\\' in a path a meaning; choose another folder")
         label = re.sub(r"[^A-Za-z0-9._-]+", "_", job_name)[:40]
+        made = tuple(path for path in (base, *base.parents) if not path.exists())
         try:
             base.mkdir(parents=True, exist_ok=True)
             path = Path(tempfile.mkdtemp(prefix=f"{time.strftime('%Y%m%d-%H%M%S')}-{label}-", dir=base))
-            folder = JobFolder(path)
+            folder = JobFolder(path, made)
             folder.logs.mkdir()
         except OSError as error:
             raise JobFolderError(f"cannot make a folder for the job in {base}: {error.strerror}") from None
@@ -58,8 +61,11 @@ class JobFolder:
         return task
 
     def remove(self) -> None:
-        """Remove the folder and all that is in it."""
+        """Remove the folder and all that is in it, and folders that were made for it if nothing else is in them."""
         shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for path in self.made:
+                path.rmdir()
 
     def link_as(self, name: str) -> None:
         """Make the folder known as ``name``, too, beside it; the newest has a name that is used twice."""

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from monarch_slurm.health import Facts, Finding, Pieces, judge_answers, judge_host
-from monarch_slurm.job.errors import JobError
+from monarch_slurm.job.errors import JobError, SlurmUnreachableError
+from monarch_slurm.job.status import run_command
+from monarch_slurm.job.unreachable import no_answer
 
 
 class ExaminationError(JobError):
@@ -39,6 +41,7 @@ def ask_nodes(
 
     Raises:
         ExaminationError: srun is not there or refused.
+        SlurmUnreachableError: no controller of Slurm answers.
     """
     inside = "SLURM_JOB_ID" in env
     command = [
@@ -81,7 +84,10 @@ def ask_nodes(
         process.kill() if inside else process.terminate()
     errors = process.communicate()[1].strip()
     if deadline is None:
-        raise ExaminationError(f"srun could not reach {', '.join(nodes)}: {errors or 'it said nothing'}")
+        if (silent := no_answer(errors, run_command)) is not None:
+            raise SlurmUnreachableError(silent)
+        said = "; ".join(line.strip() for line in errors.splitlines() if line.strip())
+        raise ExaminationError(f"srun could not reach {', '.join(nodes)}: {said or 'it said nothing'}")
     findings = [finding for facts in answers.values() for finding in judge_host(facts)]
     return [*judge_answers(nodes, answers, seconds), *findings], answers
 

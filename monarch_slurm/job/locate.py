@@ -11,6 +11,7 @@ from monarch_slurm.job.errors import JobFolderError, JobNotFoundError, NoSlurmEr
 from monarch_slurm.job.folder import JobFolder
 from monarch_slurm.job.slurm import DEFAULT_LOG_DIR
 from monarch_slurm.job.status import Run, run_command
+from monarch_slurm.job.unreachable import slurm_failure
 
 _JOB_ID = re.compile(r"[0-9]+(_[0-9]+|\+[0-9]+)?")
 _FIELD = re.compile(r"\b(UserId|StdOut|WorkDir|ArrayTaskId|JobName)=(\S*)")
@@ -92,7 +93,7 @@ def my_jobs(run: Run = run_command) -> tuple[list[ListedJob], int]:
     """
     done = run(["squeue", "-h", "-r", "-u", str(os.getuid()), "-o", "%i|%T|%M|%L|%N|%r|%j"])
     if done.returncode != 0:
-        raise SlurmUnreachableError(f"squeue failed: {done.stderr.strip()}")
+        raise slurm_failure(done, "squeue failed", run)
     found, others = [], 0
     for line in done.stdout.splitlines():
         job, state, elapsed, left, nodes, reason, name = line.split("|", 6)
@@ -136,7 +137,7 @@ def _ask_slurm(job: str, run: Run) -> dict[str, str] | None:
     if done.returncode != 0:
         if "invalid job id" in done.stderr.lower():
             return None
-        raise SlurmUnreachableError(f"scontrol failed: {done.stderr.strip() or f'exit code {done.returncode}'}")
+        raise slurm_failure(done, "scontrol failed", run)
     lines = done.stdout.strip().splitlines()
     told = dict(_FIELD.findall(lines[0])) if lines else {}
     user = _USER.fullmatch(told.get("UserId", ""))

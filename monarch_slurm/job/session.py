@@ -29,12 +29,13 @@ from monarch_slurm.job.address import find_address, node_address
 from monarch_slurm.job.allocation import SlurmAllocation
 from monarch_slurm.job.batch import BatchPlan
 from monarch_slurm.job.diagnosis import gather_or_explain
-from monarch_slurm.job.errors import HostsTakenError, JobError, SlurmUnreachableError
+from monarch_slurm.job.errors import HostsTakenError, JobError
 from monarch_slurm.job.folder import JobFolder, write_whole
 from monarch_slurm.job.nodelist import compress
 from monarch_slurm.job.status import run_command
 from monarch_slurm.job.steps import Steps
 from monarch_slurm.job.supervisor import CHECK_SECONDS, Signals, set_up_log
+from monarch_slurm.job.unreachable import slurm_failure
 from monarch_slurm.wire import sweep_runtime_dirs
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def _session_steps(job_id: int, prefix: str = STEP_PREFIX) -> list[str]:
     """Return the ids of the steps of all sessions in a job, or of one."""
     done = run_command(["squeue", "-s", "-h", "-j", str(job_id), "-o", "%i|%j"])
     if done.returncode != 0:
-        raise SlurmUnreachableError(f"squeue failed: {done.stderr.strip()}")
+        raise slurm_failure(done, "squeue failed", run_command)
     steps = [line.split("|", 1) for line in done.stdout.splitlines()]
     return [step for step, name in steps if name.startswith(prefix)]
 

@@ -38,6 +38,7 @@ from monarch_slurm.job.sick import leave_out_sick
 from monarch_slurm.job.status import JobId, JobStatus, Phase, query, run_command, wait_for_start
 from monarch_slurm.job.submission import check_commands, default_python, render, submit, submit_array
 from monarch_slurm.job.supervisor import BATCH_VARIABLE
+from monarch_slurm.job.unreachable import slurm_failure
 from monarch_slurm.job.whole import Gathering
 
 logger = logging.getLogger(__name__)
@@ -411,7 +412,7 @@ class SlurmJob(JobTrait):
         cancel_all(self._job_folder)
         done = run_command(["scancel", str(self._job_id)])
         if done.returncode != 0 and "invalid job id" not in done.stderr.lower():
-            raise SlurmUnreachableError(f"could not cancel job {self._job_id}: {done.stderr.strip()}")
+            raise slurm_failure(done, f"could not cancel job {self._job_id}", run_command)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_connected": None}

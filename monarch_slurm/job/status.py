@@ -22,6 +22,7 @@ from monarch_slurm.job.errors import (
     NoSlurmError,
     SlurmUnreachableError,
 )
+from monarch_slurm.job.unreachable import slurm_failure
 
 NOT_FOUND_GRACE = 30.0
 """Seconds that a job may be unknown before it counts as gone: a busy slurmctld is late, sacct later."""
@@ -146,7 +147,7 @@ def _answer(command: Sequence[str], run: Run) -> str:
         return done.stdout.strip()
     if re.search(r"invalid job id", done.stderr, re.IGNORECASE):
         return ""
-    raise SlurmUnreachableError(f"{command[0]} failed: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    raise slurm_failure(done, f"{command[0]} failed", run)
 
 
 def _known(text: str) -> str:

@@ -20,12 +20,13 @@ from typing import Any
 import submitit
 
 from monarch_slurm.job.batch import BatchPlan, run_batch
-from monarch_slurm.job.errors import NoSlurmError, SubmitError
+from monarch_slurm.job.errors import NoSlurmError, SlurmUnreachableError, SubmitError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.job.request import NodeSpec, SlurmRequest, option_lines
 from monarch_slurm.job.share import with_share
 from monarch_slurm.job.status import Run, run_command
 from monarch_slurm.job.supervisor import BATCH_VARIABLE
+from monarch_slurm.job.unreachable import no_answer
 
 LIMIT_NOTICE = 60
 """Seconds before the time limit at which the program is asked to end; Slurm may be up to a minute early."""
@@ -183,6 +184,7 @@ def submit(request: SlurmRequest, folder: JobFolder, plan: BatchPlan) -> str:
 
     Raises:
         NoSlurmError: there is no Slurm here.
+        SlurmUnreachableError: no controller answers.
         SubmitError: Slurm refuses the request.
     """
     executor = _checked_executor(request, folder)
@@ -198,7 +200,7 @@ def submit_array(
     """Submit an array of jobs that differ in their programs, ``parallel`` of them at a time; return the array's id.
 
     Raises:
-        NoSlurmError, SubmitError
+        NoSlurmError, SlurmUnreachableError, SubmitError
     """
     executor = _checked_executor(request, folder, parallel)
     with _explained(request):
@@ -261,15 +263,16 @@ def _describe(sizes: Mapping[str, int]) -> str:
     return f"partitions here: {listed or 'none that sinfo shows'}; * marks the default"
 
 
-def _explain(said: str, request: SlurmRequest) -> SubmitError:
+def _explain(said: str, request: SlurmRequest) -> SubmitError | SlurmUnreachableError:
+    silent = no_answer(said, run_command)
+    if silent is not None:
+        return SlurmUnreachableError(silent)
     words = "; ".join(line.strip() for line in said.splitlines() if line.strip()) or "sbatch failed and gave no reason"
     hint = ""
     if "partition" in said.lower():
         hint = f". {_describe(partition_sizes())}".replace(". p", ". P", 1)
     elif "node configuration" in said or "node count" in said.lower():
         hint = f". No node can do that: {request.all_nodes} nodes with {_wishes(request)} were asked for"
-    elif "unable to contact" in said.lower() or "Connection refused" in said:
-        hint = ". Slurm's controller does not answer; try again later"
     return SubmitError(f"Slurm refused the job: {words}{hint}")
 
 

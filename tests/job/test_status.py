@@ -80,8 +80,8 @@ def test_a_job_that_nobody_knows_is_not_found(sacct: tuple[int, str, str]) -> No
 
 
 def test_silence_is_not_absence() -> None:
-    with pytest.raises(SlurmUnreachableError, match="Unable to contact"):
-        query(7, Slurm(squeue=DOWN))
+    with pytest.raises(SlurmUnreachableError, match="Slurm's controller does not answer"):
+        query(7, Slurm(squeue=DOWN, scontrol=DOWN))
 
 
 @pytest.mark.parametrize("state", [state for state, phase in PHASES.items() if phase is Phase.ENDED])
