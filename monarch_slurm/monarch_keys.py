@@ -40,6 +40,17 @@ DURATIONS = {
     "pending_actor_delivery_timeout": "30s",
     "stop_grace_period": "10s",
     "rdma_qp_init_timeout": "30s",
+    "mesh_admin_config_dump_bridge_timeout": "5s",
+    "mesh_admin_pyspy_bridge_timeout": "13s",
+    "mesh_admin_pyspy_client_timeout": "20s",
+    "mesh_admin_pyspy_max_profile_duration": "5m",
+    "mesh_admin_pyspy_timeout": "10s",
+    "mesh_admin_query_child_timeout": "100ms",
+    "mesh_admin_resolve_actor_timeout": "200ms",
+    "mesh_admin_single_host_timeout": "3s",
+    "mesh_admin_tree_timeout": "10s",
+    "otel_metric_export_interval": "1s",
+    "process_memory_metric_interval": "5m",
 }
 """Name and default of each that is a length of time."""
 
@@ -76,6 +87,16 @@ VALUES: dict[str, Any] = {
     "rdma_cq_poller_per_device": True,
     "rdma_host_odp": False,
     "rdma_min_stripe_size_kb": 512,
+    "enable_recorder_tracing": True,
+    "enable_sqlite_tracing": False,
+    "enable_unawaited_python_task_traceback": False,
+    "file_log_level": "",
+    "mesh_admin_max_concurrent_resolves": 2,
+    "monarch_log_suffix": "",
+    "scuba_log_enter_exit": False,
+    "sequencer_max_locked_keys": 128,
+    "terminated_snapshot_retention": 100,
+    "use_direct_spawn": False,
 }
 """Name and default of each other one; a value must have the type of the default."""
 

@@ -4,7 +4,7 @@ Source-compatible with Monarch's ``monarch.actor``. The map of this folder:
 
 - `ndslice`, `shape`, `mesh_trait`, `value_mesh`: labelled ranks and values
 - `actor`, `endpoint`, `actor_mesh`, `proc_mesh`, `host_mesh`: what is written and called
-- `future`, `port`: what comes back
+- `future`, `port`: what comes back; `signal_frames`: what interrupts that
 - `context`, `ids`: who is running
 - `bootstrap`, `per_host`, `transports`, `returns_future`, `telemetry`, `config`, `log_prefix`: what else there is
 - `cell`, `sync_cell`, `async_cell`: a running actor; `birth`: how it becomes one

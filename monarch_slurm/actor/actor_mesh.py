@@ -81,8 +81,7 @@ class ActorMesh(MeshTrait, Generic[A]):
         return ActorMesh, (self._class, self._ref, self._mesh_shape)
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{label}={size}" for label, size in self.sizes.items())
-        return f"ActorMesh(class={self._class}, shape={{{sizes}}}, name={self._ref.mesh!r})"
+        return f"ActorMesh(class={self._class}, shape={self._shape}, name={self._ref.mesh!r})"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Generic, NoReturn, TypeVar
 
 from monarch_slurm.actor import driving
+from monarch_slurm.actor.signal_frames import is_of_signal_handler
 
 R = TypeVar("R")
 
@@ -114,6 +115,8 @@ class Future(Generic[R]):
                     try:
                         self._value = self._thunk()
                     except Exception as error:  # whatever the value's own unpickling raises is the result
+                        if is_of_signal_handler(error):  # it interrupts whoever looks; the value is still to be made
+                            raise
                         self._error = error
                     self._thunk = None
         if self._error is not None:
@@ -145,19 +148,21 @@ class Future(Generic[R]):
     def _wait(self, timeout: float | None) -> bool:
         """Wait up to ``timeout`` seconds; return whether there is a result."""
         end = None if timeout is None else time.monotonic() + timeout
-        self._on_done(driving.wake)
-        driving.drive(lambda: self._done, timeout)
-        self._forget(driving.wake)
+        try:
+            self._on_done(driving.wake)
+            driving.drive(lambda: self._done, timeout)
+        finally:
+            self._forget(driving.wake)
         if self._done:
             return True
         arrived = threading.Lock()
         arrived.acquire()
-        self._on_done(arrived.release)
-        left = -1.0 if end is None else min(max(0.0, end - time.monotonic()), threading.TIMEOUT_MAX)
-        if arrived.acquire(timeout=left):
-            return True
-        self._forget(arrived.release)
-        return False
+        try:
+            self._on_done(arrived.release)
+            left = -1.0 if end is None else min(max(0.0, end - time.monotonic()), threading.TIMEOUT_MAX)
+            return arrived.acquire(timeout=left)
+        finally:
+            self._forget(arrived.release)
 
     result = get
 
@@ -166,6 +171,8 @@ class Future(Generic[R]):
         try:
             self.get(timeout)
         except Exception as error:  # to return it is what this method is for
+            if error is not self._error and is_of_signal_handler(error):
+                raise
             return error
         return None
 

@@ -83,8 +83,7 @@ class Extent(Mapping[str, int]):
     def __str__(self) -> str:
         return "{" + ", ".join(f"{name}: {n}" for name, n in self.items()) + "}"
 
-    def __repr__(self) -> str:
-        return f"Extent({self})"
+    __repr__ = __str__
 
 
 class Point(Mapping[str, int]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pprint
+import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
@@ -90,4 +91,4 @@ class ValueMesh(MeshTrait, Generic[R]):
         return self._values[rank]
 
     def __repr__(self) -> str:
-        return f"ValueMesh({self.extent}):\n" + pprint.pformat(self.items(), indent=2)
+        return f"ValueMesh({self.extent}):\n" + textwrap.indent(pprint.pformat(tuple(self.items())), "  ")

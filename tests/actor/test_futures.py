@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import pickle
+import signal
 import threading
 from typing import Any
 
@@ -110,6 +112,63 @@ def test_get_inside_a_loop_warns_and_works(one: Any) -> None:
 
     with pytest.warns(UserWarning, match="called from within an active event loop"):
         assert asyncio.run(block()) is None
+
+
+class Handlers:
+    """Handlers of SIGUSR1 of every kind, each of which raises once."""
+
+    def __init__(self) -> None:
+        self.raised = False
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.method(number, frame)
+
+    def method(self, number: int, frame: object) -> None:
+        if not self.raised:
+            self.raised = True
+            raise ConnectionError("said the handler")
+
+    def function(self, number: int, frame: object) -> None:
+        self.method(number, frame)
+
+
+@pytest.mark.parametrize("kind", ["object", "method", "partial", "function"])
+def test_what_a_signal_handler_raises_is_not_the_result(kind: str) -> None:
+    handlers = Handlers()
+    handler: Any = {
+        "object": handlers,
+        "method": handlers.method,
+        "partial": functools.partial(Handlers.function, handlers),
+        "function": lambda number, frame: handlers.method(number, frame),
+    }[kind]
+
+    def make_value() -> int:
+        signal.raise_signal(signal.SIGUSR1)
+        return 5
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        for look in (Future.get, Future.exception):
+            future: Future[int] = Future._pending()
+            future._resolve(make_value)
+            handlers.raised = False
+            with pytest.raises(ConnectionError, match="said the handler"):
+                look(future)
+            assert future.get() == 5
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_error_that_a_signal_handler_has_seen_is_still_the_result(one: Any) -> None:
+    future = one.fail.call_one()
+    seen: list[Exception | None] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: seen.append(future.exception(DEADLINE)))
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert isinstance(seen[0], ActorError)
+    assert future.exception() is seen[0]
 
 
 def test_gather(one: Any) -> None:

@@ -68,11 +68,11 @@ def test_strided_slices_know_what_is_not_in_them() -> None:
 
 def test_texts() -> None:
     extent = Extent(["x", "y"], [2, 2])
-    assert str(extent) == "{x: 2, y: 2}"
+    assert str(extent) == repr(extent) == "{x: 2, y: 2}"
     assert str(Point(1, extent)) == "{'x': 0/2, 'y': 1/2}"
     assert str(Point(0, Extent([], []))) == "{}"
     assert str(extent.region) == "{x=2,y=2}"
-    assert repr(make_mesh(y=2)) == "ValueMesh({y: 2}):\n[({'y': 0/2}, 0), ({'y': 1/2}, 1)]"
+    assert repr(make_mesh(y=2)) == "ValueMesh({y: 2}):\n  (({'y': 0/2}, 0), ({'y': 1/2}, 1))"
     assert "Slice(offset=0, sizes=[2, 2], strides=[2, 1])" in repr(extent.region)
 
 
