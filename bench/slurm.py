@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
-from monarch_slurm.job import SlurmJob
+from slurm_cluster import cluster
 
-ROOT = Path(__file__).parent.parent
-CLUSTER = ROOT / "tests" / "slurm_cluster.sh"
+from monarch_slurm.job import SlurmJob
 
 PROGRAM = """
 import json, sys, time
@@ -47,19 +44,6 @@ print(json.dumps(times), flush=True)
 """
 
 STAGES = ("submitted", "program", "imported", "joined", "answered")
-
-
-@contextmanager
-def cluster(nodes: int) -> Iterator[None]:
-    """Have a Slurm cluster of its own for the time being."""
-    with tempfile.TemporaryDirectory(prefix="sl", dir="/tmp") as folder:
-        env = {**os.environ, "SLURM_LOCAL_DIR": folder, "SLURM_LOCAL_DB": "0"}
-        subprocess.run(["bash", str(CLUSTER), "up", str(nodes)], env=env, check=True)
-        os.environ["SLURM_CONF"] = f"{folder}/etc/slurm.conf"
-        try:
-            yield
-        finally:
-            subprocess.run(["bash", str(CLUSTER), "down"], env=env, check=True)
 
 
 def plain_latency(nodes: int, folder: Path, options: list[str]) -> float:

@@ -35,10 +35,10 @@ import click
 @click.option("--spares", type=click.IntRange(0), default=0, help="More nodes, for the places of nodes that are lost.")
 @click.option(
     "--on-lost",
-    type=click.Choice(["shrink", "fail"]),
+    type=click.Choice(["shrink", "request", "fail"]),
     default="shrink",
     show_default=True,
-    help="What to do when no spare is left: go on without the node, or fail.",
+    help="What to do when no spare is left: go on without the node, ask Slurm for one more, or fail.",
 )
 @click.option(
     "--notice", type=click.IntRange(1), help="Seconds before the time limit at which the program hears of it."

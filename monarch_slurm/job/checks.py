@@ -9,7 +9,7 @@ from monarch_slurm.host.places import OnLost
 from monarch_slurm.job.errors import JobSpecError
 
 
-def check_spares(spares: int, on_lost: str) -> tuple[int, OnLost]:
+def check_spares(spares: int, on_lost: str = "shrink") -> tuple[int, OnLost]:
     """Return the arguments.
 
     Raises:

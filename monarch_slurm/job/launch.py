@@ -67,7 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         help="the job starts again when its first node is lost or its program has saved",
     )
     parser.add_argument("--spares", type=int, default=0, help="nodes to keep for the places of others")
-    parser.add_argument("--on-lost", default="shrink", help="what to do when no spare is left: shrink [default], fail")
+    # not "request": what sbatch was told of these nodes is not known here
+    choices = ("shrink", "fail")
+    parser.add_argument("--on-lost", choices=choices, default="shrink", help="if no spare is left [default: shrink]")
     parser.add_argument("--srun-arg", action="append", default=[], help="option of the srun that starts each host")
     parser.add_argument("program", nargs="*", help="a .py file or a command, and its arguments")
     return parser

@@ -20,7 +20,7 @@ from monarch_slurm.job.errors import JobError, JobNotFoundError, NodeListError, 
 from monarch_slurm.job.folder import JobFolder
 from monarch_slurm.job.nodelist import compress, expand
 from monarch_slurm.job.request import SlurmRequest, option_lines
-from monarch_slurm.job.requested import cancel_waiting, requests_folder
+from monarch_slurm.job.requested import cancel_waiting, new_request_folder
 from monarch_slurm.job.sick import leave_out_sick
 from monarch_slurm.job.status import Phase, query, wait_for_start
 from monarch_slurm.job.submission import submit
@@ -42,32 +42,30 @@ class NodeRequests:
     """Asks for nodes in the places of lost ones.
 
     Args:
-        request: what the job has asked for.
+        request: what the job has asked for, of nodes of the lost one's kind.
         plan: of its batch script.
         folder: of the job.
-        nodes: names of its nodes.
+        nodes: names of its nodes; those that come are added.
     """
 
-    def __init__(self, request: SlurmRequest, plan: BatchPlan, folder: JobFolder, nodes: Iterable[str]) -> None:
+    def __init__(self, request: SlurmRequest, plan: BatchPlan, folder: JobFolder, nodes: set[str]) -> None:
         self._request = request
         self._plan = replace(plan, program=None, joins=str(folder.path))
         self._folder = folder
-        self._nodes = set(nodes)
-        self._number = 0
+        self._nodes = nodes
         self.pool: Pool | None = None
         atexit.register(cancel_waiting, folder)
 
     def __call__(self, down: HostDown, place: str) -> None:
         """Ask for a node in the place of a lost host, without waiting."""
-        self._number += 1
-        arguments = (self._number, down.host_name, place)
+        arguments = (down.host_name, place)
         threading.Thread(target=self._ask, args=arguments, name="monarch-more-nodes", daemon=True).start()
 
-    def _ask(self, number: int, lost: str, place: str) -> None:
+    def _ask(self, lost: str, place: str) -> None:
         from monarch_slurm.actor.client import client
 
         try:
-            job_id = self._submit(number)
+            job_id = self._submit()
             logger.warning("host %s is lost: asking Slurm for another node, by job %s", lost, job_id)
             status = wait_for_start(job_id, None, lambda text: logger.warning("%s", text))
             name = expand(status.nodes)[0]
@@ -79,10 +77,8 @@ class NodeRequests:
         except (JobError, NodeListError) as error:
             client().abandon(place, f"no other node came: {error}")
 
-    def _submit(self, number: int) -> int:
-        folder = JobFolder(requests_folder(self._folder) / str(number))
-        folder.path.mkdir(mode=0o700, parents=True)
-        folder.logs.mkdir()
+    def _submit(self) -> int:
+        folder = new_request_folder(self._folder)
         small = leave_out_sick(small_request(self._request, self._nodes), self._folder.path.parent)
         job_id = int(submit(small, folder, self._plan))
         (folder.path / "job_id").write_text(f"{job_id}\n")
@@ -114,7 +110,6 @@ def small_request(request: SlurmRequest, nodes: Iterable[str]) -> SlurmRequest:
         request,
         nodes=1,
         spares=0,
-        components=(),
         job_name=f"{request.job_name}-more",
         slurm_args=arguments,
         nodelist=None,

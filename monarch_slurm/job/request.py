@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from monarch_slurm.host.places import OnLost
 from monarch_slurm.job.checks import check_spares
@@ -30,6 +31,8 @@ class NodeSpec:
         mem: memory per node, such as ``"200G"``.
         gres: other generic resources of each node, such as ``"nvme:1"``.
         slurm_args: further options of sbatch for these nodes.
+        spares: nodes of this kind beyond those of the mesh, for the places of its hosts that are lost, do not start or
+            are not fit.
     """
 
     nodes: int
@@ -43,10 +46,12 @@ class NodeSpec:
     exclude: str | None = None
     exclusive: bool | None = None
     slurm_args: tuple[str, ...] = ()
+    spares: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "slurm_args", tuple(self.slurm_args))
         option_lines(self.slurm_args)
+        check_spares(self.spares)
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class SlurmRequest:
         python: command that starts Python on the nodes.
         notice: seconds before the time limit at which the program is asked to end; None leaves it to us.
         requeue: whether the job starts again after its head node is lost, near its time limit, and when preempted.
-        spares: how many more are there to take the places of others.
+        spares: how many more are there to take the places of others; of ``components``, each has its own.
         on_lost: what to do when a host is lost and no spare is left.
         health_check: whether hosts are examined before they are used; None does so if there are spares.
     """
@@ -110,7 +115,9 @@ class SlurmRequest:
             )
         check_spares(self.spares, self.on_lost)
         if self.spares and self.components:
-            raise JobSpecError("spares of a heterogeneous job: of which kind? Ask for nodes of one kind, or no spares")
+            raise JobSpecError(
+                "spares of a heterogeneous job: of which kind? Ask for them by mesh, as in NodeSpec(4, spares=1)"
+            )
         if self.venv is not None and self.conda is not None:
             raise JobSpecError("venv and conda exclude each other: one Python is activated")
         if self.notice is not None and self.notice < 1:
@@ -122,9 +129,36 @@ class SlurmRequest:
             raise JobSpecError(f"environment variable {bad[0]!r}: letters, digits and '_' expected")
 
     @property
+    def kinds(self) -> list[tuple[int, int]]:
+        """Number of nodes to be used and of spares, of each kind of nodes, in Slurm's order of the nodes."""
+        return [(spec.nodes, spec.spares) for spec in self.components] or [(self.nodes, self.spares)]
+
+    @property
     def all_nodes(self) -> int:
         """Number of nodes, spares included."""
-        return self.nodes + self.spares
+        return sum(used + spares for used, spares in self.kinds)
+
+    def wishes(self, spec: NodeSpec) -> dict[str, Any]:
+        """Return what is asked of each node of ``spec``, by the names that the attributes have here, too."""
+        names = (
+            "partition", "gpus_per_node", "cpus_per_task", "mem", "constraint", "gres", "nodelist", "exclude",
+            "exclusive",
+        )  # fmt: skip
+        return {name: getattr(self, name) if getattr(spec, name) is None else getattr(spec, name) for name in names}
+
+    def of_kind(self, kind: int) -> SlurmRequest:
+        """Return the request for nodes of one of `kinds` alone."""
+        if not self.components:
+            return self
+        spec = self.components[kind]
+        return replace(
+            self,
+            nodes=spec.nodes,
+            spares=spec.spares,
+            components=(),
+            slurm_args=(*self.slurm_args, *spec.slurm_args),
+            **self.wishes(spec),
+        )
 
     def prologue(self) -> list[str]:
         """Return the shell lines of the batch script that make the environment of program and agents.

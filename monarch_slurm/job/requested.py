@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 
@@ -15,6 +16,21 @@ logger = logging.getLogger(__name__)
 def requests_folder(folder: JobFolder) -> Path:
     """Return the folder of the small jobs' own folders."""
     return folder.path / "more"
+
+
+def new_request_folder(folder: JobFolder) -> JobFolder:
+    """Make and return a folder for one more small job; there may be those of an earlier start of the job."""
+    base = requests_folder(folder)
+    base.mkdir(mode=0o700, exist_ok=True)
+    for number in itertools.count(1):
+        try:
+            (base / str(number)).mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        break
+    made = JobFolder(base / str(number))
+    made.logs.mkdir()
+    return made
 
 
 def cancel_waiting(folder: JobFolder) -> None:

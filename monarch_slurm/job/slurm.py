@@ -86,7 +86,8 @@ class SlurmJob(JobTrait):
         notice: seconds before the time limit at which the client script gets SIGTERM; None takes a minute, or a
             quarter of a short limit.
         requeue: whether the job starts again after its head node is lost, on what nodes there are.
-        spares: nodes beyond those of the meshes, for the places of hosts that are lost, do not start or are not fit.
+        spares: nodes beyond those of the meshes, for the places of hosts that are lost, do not start or are not fit. In
+            a heterogeneous job each `NodeSpec` has its own.
         on_lost: what if no spare is left: ``"shrink"`` goes on without the host, ``"request"`` submits a small job for
             one more node and waits for it, ``"fail"`` fails the program.
         health_check: examine the hosts before they are used, for up to 10 s; None does so if there are spares.
@@ -257,7 +258,7 @@ class SlurmJob(JobTrait):
         """
         folder = self._pretended_folder()
         plan = self._plan(client_script)
-        group = 0 if self._request.components else None
+        group = 0 if len(self._request.components) > 1 else None
         lines = [] if plan.program is None else [f"# on the head node: {shlex.join(plan.program)}"]
         lines.append(f"# for each host: {shlex.join(plan.host_command(folder, 'NODE', 0, group))}")
         return self.script() + "\n".join(["", *lines, ""])

@@ -108,14 +108,8 @@ def _executor(request: SlurmRequest, folder: JobFolder, parallel: int | None = N
 
 def _node_parameters(request: SlurmRequest, spec: NodeSpec) -> dict[str, Any]:
     """Return what is asked of the nodes of ``spec``, as `submitit.SlurmExecutor` takes it."""
-    wishes = {
-        name: getattr(request, name) if getattr(spec, name) is None else getattr(spec, name)
-        for name in (
-            "partition", "gpus_per_node", "cpus_per_task", "mem", "constraint", "gres", "nodelist", "exclude",
-            "exclusive",
-        )
-    }  # fmt: skip
-    return {**wishes, "nodes": spec.nodes, "exclusive": True if wishes["exclusive"] else None}
+    wishes = request.wishes(spec)
+    return {**wishes, "nodes": spec.nodes + spec.spares, "exclusive": True if wishes["exclusive"] else None}
 
 
 def _common_parameters(request: SlurmRequest) -> dict[str, Any]:

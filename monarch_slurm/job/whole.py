@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,7 @@ class Gathering:
 
     Args:
         folder: of the job.
-        names: of all its hosts; those beyond the meshes' sizes are spares.
+        names: of all its hosts, one kind after the other; of each those beyond the meshes' sizes are spares.
         sizes: number of hosts of each mesh.
         request: what the job has asked for.
         plan: of its batch script.
@@ -55,7 +56,13 @@ class Gathering:
         self._request = request
         self._plan = plan
         self._base = folder.path.parent
-        self._used = self._names[: sum(sizes.values())]
+        self._used: list[str] = []
+        self._kinds: dict[str, int] = {}
+        left = list(names)
+        for kind, (used, spares) in enumerate(request.kinds):
+            self._used += left[:used]
+            self._kinds |= dict.fromkeys(left[: used + spares], kind)
+            left = left[used + spares :]
         self.unfit: dict[str, str] = {}
         """Hosts that are left out, and why."""
 
@@ -70,22 +77,29 @@ class Gathering:
 
         self._await_agents()
         check = self._request.health_check
-        if check or (check is None and self._request.spares):
+        if check or (check is None and len(self._names) > len(self._used)):
             self._examine()
         meshes, left = {}, list(self._used)
         for name, size in self._sizes.items():
             meshes[name] = self._gather(left[:size])
             left = left[size:]
         on_lost = self._request.on_lost
-        spares = [name for name in self._names if name not in self._used and name not in self.unfit]
-        ask = NodeRequests(self._request, self._plan, self._folder, self._names) if on_lost == "request" else None
-        pool = keep_whole(meshes.values(), spares, on_lost, ask)
-        pool.unfit |= self.unfit.keys()
-        pool.note = self._note_lost
+        known = set(self._names)
+        kinds = len(self._request.kinds)
+        for kind in range(kinds):
+            spares = [name for name in self._names if name not in self._used and name not in self.unfit]
+            its_spares = [name for name in spares if self._kinds[name] == kind]
+            its_meshes = [*meshes.values()] if kinds == 1 else [[*meshes.values()][kind]]
+            ask = None
+            if on_lost == "request":
+                ask = NodeRequests(self._request.of_kind(kind), self._plan, self._folder, known)
+            pool = keep_whole(its_meshes, its_spares, on_lost, ask)
+            pool.unfit |= self.unfit.keys()
+            pool.note = self._note_lost
+            if ask is not None:
+                ask.pool = pool
         if self.unfit:
             note_sick(self._base, self.unfit)
-        if ask is not None:
-            ask.pool = pool
         return meshes
 
     def _note_lost(self, down: HostDown) -> None:
@@ -116,23 +130,31 @@ class Gathering:
             now = time.monotonic()
             free = [name for name in self._names if name in joined and name not in self._used]
             coming = [name for name in self._names if name not in {*joined, *self._used, *failed}]
-            if len(free) >= len(missing) and slow is None:
+            if slow is None and not Counter(map(self._kinds.get, missing)) - Counter(map(self._kinds.get, free)):
                 slow = now + SLOW_SECONDS
             for name in missing:
-                if free and (name in failed or (slow is not None and now >= slow)):
-                    self._swap(name, free.pop(0), "its agent did not start" if name in failed else "")
-            hopeless = [name for name in missing if name in failed and name in self._used] and not coming
+                if name in failed or (slow is not None and now >= slow):
+                    self._swap(name, free, "its agent did not start" if name in failed else "")
+            hopeful = {self._kinds[name] for name in coming}
+            hopeless = [n for n in missing if n in failed and n in self._used and self._kinds[n] not in hopeful]
             if hopeless or now >= deadline:
                 self._gather(self._used, 0.0)  # says why
             with here.hosts_changed:
                 here.hosts_changed.wait(_LOOK_SECONDS)
 
-    def _swap(self, name: str, spare: str, why: str) -> None:
-        """Use ``spare`` in place of ``name``; without a reason it is a spare itself once it is there."""
+    def _swap(self, name: str, free: list[str], why: str) -> bool:
+        """Use one of ``free`` of the same kind in place of ``name``; without a reason that is a spare itself once it is
+        there. Return whether there is one.
+        """
+        spare = next((other for other in free if self._kinds[other] == self._kinds[name]), None)
+        if spare is None:
+            return False
+        free.remove(spare)
         logger.warning("host %s is left out%s: %s takes its place", name, f" ({why})" if why else "", spare)
         if why:
             self.unfit[name] = why
         self._used[self._used.index(name)] = spare
+        return True
 
     def _examine(self) -> None:
         from monarch_slurm.actor.client import client
@@ -152,9 +174,8 @@ class Gathering:
         self.unfit |= {name: "; ".join(faults[name]) for name in faults if name not in self._used}
         for name in [name for name in self._used if name in faults]:
             why = "; ".join(faults[name])
-            if free:
-                self._swap(name, free.pop(0), why)
-            elif self._request.on_lost == "fail":
+            if self._swap(name, free, why):
+                continue
+            if self._request.on_lost == "fail":
                 raise UnfitHostError(f"host {name} is not fit, and no spare is left: {why}")
-            else:
-                logger.warning("host %s is not fit, and no spare is left, so it is used: %s", name, why)
+            logger.warning("host %s is not fit, and no spare is left, so it is used: %s", name, why)

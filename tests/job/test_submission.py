@@ -47,7 +47,7 @@ JOBS = {
     ),
     "het": SlurmJob(
         {
-            "trainers": NodeSpec(4, gpus_per_node=8, constraint="mi300x", exclude="n7"),
+            "trainers": NodeSpec(4, gpus_per_node=8, constraint="mi300x", exclude="n7", spares=1),
             "data": NodeSpec(2, partition="cpu", mem="64G", exclusive=False, slurm_args=["--tmp=100G"]),
             "eval": 1,
         },

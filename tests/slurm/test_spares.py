@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from slurm_nodes import Cluster, read, wait_until
 from slurm_programs import KEPT
 
 from monarch_slurm.job import JobSpecError, NodeSpec, Phase, SlurmJob, follow
+from monarch_slurm.job.folder import JobFolder
 
 Program = Callable[[str], list[str]]
 
@@ -52,6 +55,17 @@ def test_a_spare_takes_the_place_of_a_lost_node(
     end(job)
 
 
+def test_a_spare_of_the_same_kind_takes_the_place_in_a_heterogeneous_job(cluster: Cluster, program: Program) -> None:
+    job = SlurmJob({"head": NodeSpec(1, spares=1, nodelist="n[1-2]"), "hosts": NodeSpec(1, spares=1, mem="1G")})
+    job.apply(program(KEPT))
+    log = job.folder / "controller.log"
+    wait_until(lambda: "answering: n3" in read(log), "n3 to answer")
+    cluster.call("exec", "n3", "pkill", "-9", "-f", "monarch_slurm.host --folder")
+    wait_until(lambda: "answering: n4" in read(log), "n4 to answer in its place")
+    assert "host n3: n4 takes its place" in read(log)
+    end(job)
+
+
 def test_a_node_whose_agent_cannot_start_is_left_out(cluster: Cluster, program: Program) -> None:
     Path("sitecustomize.py").write_text(
         "import os, sys\nif os.environ.get('SLURMD_NODENAME') == 'n2':\n    sys.modules['monarch_slurm'] = None\n"
@@ -79,8 +93,11 @@ def test_a_node_that_is_not_fit_is_left_out(cluster: Cluster, program: Program, 
 @pytest.mark.slow
 def test_slurm_is_asked_for_another_node(cluster: Cluster, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONARCH_SLURM_MESH_ORPHAN_TIMEOUT", "5")
-    job = SlurmJob({"hosts": 3}, on_lost="request")
-    job.apply(program(KEPT))
+    submit = [sys.executable, "-m", "monarch_slurm", "submit", "--nodes=3", "--on-lost=request", "--json"]
+    folder = Path(json.loads(cluster.run(*submit, *program(KEPT)))["folder"])
+    (job_id,) = map(int, cluster.run("squeue", "-h", "-o", "%i").split())
+    job = SlurmJob({"hosts": 3})
+    job.adopt(job_id, JobFolder(folder))
     log = job.folder / "controller.log"
     wait_until(lambda: "answering: n1 n2 n3" in read(log), "all nodes to answer")
     cluster.kill("n2")

@@ -8,7 +8,7 @@
 #SBATCH --job-name=monarch_job
 #SBATCH --no-kill
 #SBATCH --no-requeue
-#SBATCH --nodes=4
+#SBATCH --nodes=5
 #SBATCH --ntasks-per-node=1
 #SBATCH --open-mode=append
 #SBATCH --output=/shared/runs/JOB_FOLDER/batch.log
