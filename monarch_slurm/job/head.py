@@ -46,10 +46,11 @@ def poll_seconds(nodes: int) -> tuple[float, float]:
 def head_state(job_id: JobId, run: Run = run_command) -> Head:
     """Ask Slurm whether the node of the batch script is still one of the job's nodes and answers."""
     try:
-        job = run(["squeue", "-h", "-j", str(job_id), "-o", "%T|%B|%N"]).stdout.strip()
-        if not job:
+        # the first component of a heterogeneous job, which has the lowest number, is the one with the head
+        lines = run(["squeue", "-h", "-j", str(job_id), "--sort=i", "-o", "%T|%B|%N"]).stdout.strip().splitlines()
+        if not lines:
             return Head.UNKNOWN  # slurmctld does not answer, or it is over and we are about to be ended
-        state, head, nodes = job.split("|")
+        state, head, nodes = lines[0].split("|")
         phase = PHASES.get(state)
         if phase is not Phase.RUNNING:
             return Head.JOB_ENDED if phase in (Phase.ENDING, Phase.ENDED) else Head.UNKNOWN

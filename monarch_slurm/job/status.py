@@ -155,7 +155,7 @@ def _known(text: str) -> str:
 
 
 def _from_squeue(job_id: JobId, run: Run) -> JobStatus | None:
-    answer = _answer(["squeue", "-h", "--states=all", "-j", str(job_id), "-o", "%T|%S|%N|%r"], run)
+    answer = _answer(["squeue", "-h", "--states=all", "-j", str(job_id), "--sort=i", "-o", "%T|%S|%N|%r"], run)
     if not answer:
         return None
     state, start, nodes, reason = answer.splitlines()[0].split("|", 3)

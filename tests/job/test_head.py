@@ -22,6 +22,8 @@ from monarch_slurm.job.head import Head, end_without_head, head_state, job_nodes
         ("RUNNING|n1|n[2-4]", "", Head.LOST),
         ("RUNNING|n1|n1x,n[2-4]", "", Head.LOST),
         ("COMPLETING|n1|n[2-4]", "", Head.JOB_ENDED),
+        ("RUNNING|n1|n[1-2]\nRUNNING|n3|n4", "allocated", Head.THERE),  # heterogeneous
+        ("RUNNING|n1|n2\nRUNNING|n3|n[3-4]", "", Head.LOST),
         ("PENDING|n/a|", "", Head.UNKNOWN),
         ("", "", Head.UNKNOWN),
         ("RUNNING|n1|n[2-", "", Head.UNKNOWN),
@@ -41,7 +43,9 @@ def test_silence_of_slurm_is_no_answer() -> None:
     assert head_state(7, run) is Head.UNKNOWN
 
 
-@pytest.mark.parametrize(("squeue", "nodes"), [("n[1-2,4]\n", {"n1", "n2", "n4"}), ("", None), ("n[1-", None)])
+@pytest.mark.parametrize(
+    ("squeue", "nodes"), [("n[1-2,4]\n", {"n1", "n2", "n4"}), ("n1\nn4\n", {"n1", "n4"}), ("", None), ("n[1-", None)]
+)
 def test_the_nodes_that_a_job_still_has(squeue: str, nodes: set[str] | None) -> None:
     assert job_nodes(7, lambda command: subprocess.CompletedProcess(command, 0, squeue, "")) == nodes
 
