@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import click
 
+from monarch_slurm.cli.exit_codes import code_of
+
 
 @click.command()
 @click.argument("jobs", nargs=-1, required=True, metavar="JOB...")
@@ -17,15 +19,15 @@ def cancel(jobs: Sequence[str]) -> None:
     """
     from monarch_slurm.job import JobError
 
-    failed = False
+    code = 0
     for name in jobs:  # what is wrong with one of them is nothing to the others
         try:
             _cancel(name)
         except JobError as error:
             click.echo(f"error: {error}", err=True)
-            failed = True
-    if failed:
-        raise SystemExit(1)
+            code = max(code, code_of(error))
+    if code:
+        raise SystemExit(code)
 
 
 def _cancel(name: str) -> None:

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from monarch_slurm.cli.exit_codes import UNFIT
+
 if TYPE_CHECKING:
     from monarch_slurm.health import Facts, Feature, Finding
-
-UNFIT = 3
-"""Exit code when a check says ``bad``."""
 
 CONTROLLER_SECONDS = 5.0
 """Time for Slurm's controller to answer."""
@@ -86,12 +85,16 @@ def doctor(
 def _ask_nodes(
     nodes: str, partition: str | None, account: str | None, slurm_args: Sequence[str], timeout: float
 ) -> tuple[list[Finding], dict[str, Facts]]:
+    from monarch_slurm.job.errors import NodeListError
     from monarch_slurm.job.health import ask_nodes
     from monarch_slurm.job.nodelist import expand
 
     if nodes == "all" and "SLURM_JOB_NODELIST" not in os.environ:
         raise click.UsageError("--nodes all: this shell is not in a job of Slurm (SLURM_JOB_NODELIST is not set)")
-    names = expand(os.environ["SLURM_JOB_NODELIST"] if nodes == "all" else nodes)
+    try:
+        names = expand(os.environ["SLURM_JOB_NODELIST"] if nodes == "all" else nodes)
+    except NodeListError as error:
+        raise click.BadParameter(str(error), param_hint="--nodes") from None
     if not names:
         raise click.BadParameter("no node is named", param_hint="--nodes")
     options = [f"--{name}={value}" for name, value in (("partition", partition), ("account", account)) if value]

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from monarch_slurm.errors import MonarchSlurmError
+
 if TYPE_CHECKING:
     from monarch_slurm.job import JobTrait
 
@@ -22,9 +24,8 @@ def apply(spec: str | None) -> None:
 
     They wait a while for a program: `monarch-slurm exec`, or one that calls state() of the job.
     """
-    with _told():
-        job = _job(spec)
-        made = job.ensure_applied()
+    job = _job(spec)
+    made = job.ensure_applied()
     click.echo(f"{'applied' if made else 'is there already'}: {job!r}")
 
 
@@ -68,26 +69,25 @@ def exec_(
     cmd = _command(command, script, module)
     sizes, place = _numbers("--per-host", per_host), _numbers("--point", point)
     variables = dict(_pair("--env", each) for each in env)
-    with _told():
-        from monarch_slurm.job import JobSpecError, exec_command
+    from monarch_slurm.job import JobSpecError, exec_command
 
-        job = _job(None)
-        meshes = job.state()._hosts
-        if mesh is not None and mesh not in meshes:
-            raise JobSpecError(f"the job has no mesh {mesh!r}; there are: {', '.join(meshes)}")
-        names = list(meshes) if everywhere else [mesh or next(iter(meshes))]
-        if output_dir is None and several:
-            output_dir = str(Path(f".monarch/logs/exec-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
-        if output_dir is not None:
-            click.echo(f"output: {output_dir}", err=True)
-        rank = 0 if not several and point is None else None
-        runs = []
-        for name in names:
-            folder = None if output_dir is None else str(Path(output_dir, name if everywhere else "", "$SUBDIR"))
-            runs.append(exec_command(meshes[name], cmd, variables, workdir, folder, rank, place or None, sizes or None))
-        code = max(run.get() for run in runs)
-        if kill_after:
-            _forget(job)
+    job = _job(None)
+    meshes = job.state()._hosts
+    if mesh is not None and mesh not in meshes:
+        raise JobSpecError(f"the job has no mesh {mesh!r}; there are: {', '.join(meshes)}")
+    names = list(meshes) if everywhere else [mesh or next(iter(meshes))]
+    if output_dir is None and several:
+        output_dir = str(Path(f".monarch/logs/exec-{time.strftime('%Y%m%d-%H%M%S')}").absolute())
+    if output_dir is not None:
+        click.echo(f"output: {output_dir}", err=True)
+    rank = 0 if not several and point is None else None
+    runs = []
+    for name in names:
+        folder = None if output_dir is None else str(Path(output_dir, name if everywhere else "", "$SUBDIR"))
+        runs.append(exec_command(meshes[name], cmd, variables, workdir, folder, rank, place or None, sizes or None))
+    code = max(run.get() for run in runs)
+    if kill_after:
+        _forget(job)
     sys.exit(code)
 
 
@@ -95,17 +95,17 @@ def exec_(
 @click.argument("context", required=False)
 def kill(context: str | None) -> None:
     """End the job that is remembered in this folder, or in one of its contexts."""
-    with _told():
-        from monarch_slurm.job import DEFAULT_JOB_PATH, JobError, job_load
-        from monarch_slurm.job.current import state_path
+    from monarch_slurm.job import DEFAULT_JOB_PATH, JobError, job_load
+    from monarch_slurm.job.current import state_path
 
+    with _told():
         path = DEFAULT_JOB_PATH if context is None else str(state_path(context))
-        try:
-            job = job_load(path)
-        except FileNotFoundError:
-            raise JobError(f"no job is remembered in {path}") from None
-        job.kill()
-        Path(path).resolve().unlink(missing_ok=True)
+    try:
+        job = job_load(path)
+    except FileNotFoundError:
+        raise JobError(f"no job is remembered in {path}") from None
+    job.kill()
+    Path(path).resolve().unlink(missing_ok=True)
     click.echo(f"killed: {job!r}")
 
 
@@ -157,9 +157,17 @@ def list_all() -> None:
 
 
 def _job(spec: str | None) -> JobTrait:
-    from monarch_slurm.job import load_current_job, set_current_job
+    from monarch_slurm.job import JobError, load_current_job, set_current_job
 
-    return set_current_job(spec) if spec is not None else load_current_job()
+    with _told():
+        if spec is not None:
+            return set_current_job(spec)
+        try:
+            return load_current_job()
+        except FileNotFoundError:
+            raise JobError(
+                f"{Path.cwd()} has no job yet: `monarch-slurm apply MODULE.JOB` takes one that a Python module defines"
+            ) from None
 
 
 def _forget(job: JobTrait) -> None:
@@ -174,7 +182,9 @@ def _told() -> Iterator[None]:
     """A specification that names no job is the user's mistake, and needs no traceback."""
     try:
         yield
-    except (FileNotFoundError, ImportError, AttributeError, TypeError, ValueError) as error:
+    except MonarchSlurmError:
+        raise
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         from monarch_slurm.job import JobSpecError
 
         raise JobSpecError(str(error)) from error

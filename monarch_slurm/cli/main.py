@@ -13,6 +13,7 @@ from monarch_slurm.cli.attach import attach
 from monarch_slurm.cli.cancel import cancel
 from monarch_slurm.cli.debug import debug
 from monarch_slurm.cli.doctor import doctor
+from monarch_slurm.cli.exit_codes import IN_WORDS, INTERRUPTED, PIPE_CLOSED, code_of
 from monarch_slurm.cli.jobs import apply, context, exec_, kill
 from monarch_slurm.cli.logs import logs
 from monarch_slurm.cli.native import build
@@ -24,17 +25,14 @@ from monarch_slurm.cli.template import template
 from monarch_slurm.cli.train import train
 from monarch_slurm.errors import MonarchSlurmError
 
-INTERRUPTED = 130
-PIPE_CLOSED = 141
 
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help=f"Fault-tolerant training on Slurm clusters, driven by one Python program.\n\n{IN_WORDS}",
+)
 @click.version_option(__version__, prog_name="monarch-slurm")
-def cli() -> None:
-    """Fault-tolerant training on Slurm clusters, driven by one Python program.
-
-    Exit codes: 0 success, 1 an error that is told, 2 a wrong command line, 130 interrupted.
-    """
+def cli() -> None:  # noqa: D103 - its text is above
+    pass
 
 
 for command in (
@@ -67,4 +65,4 @@ def main() -> None:
         sys.exit(error.exit_code)
     except MonarchSlurmError as error:
         click.echo(f"error: {error}", err=True)
-        sys.exit(1)
+        sys.exit(code_of(error))

@@ -85,10 +85,12 @@ def submit(
       monarch-slurm submit --nodes 4 -p mi300 --gpus-per-node 8 --time 8:00:00 train.py --lr 1e-3
     """
     from monarch_slurm.job import SlurmJob
+    from monarch_slurm.job.program_files import check_files
 
     if follow and (dry_run or as_json):
         raise click.UsageError("--follow excludes --dry-run and --json")
     job = SlurmJob(_sizes(nodes, meshes), env=_pairs("--env", env), **options)
+    check_files(program, venv=options["venv"], container=options["container"], setup=options["setup"])
     if dry_run:
         click.echo(job.dry_run(program), nl=False)
         return
@@ -107,7 +109,9 @@ def submit(
 
 
 def _sizes(nodes: int | None, meshes: Sequence[str]) -> dict[str, int]:
-    if (nodes is None) == (not meshes):
+    if nodes is not None and meshes:
+        raise click.UsageError("--nodes and --mesh exclude each other: --nodes N is --mesh hosts=N")
+    if nodes is None and not meshes:
         raise click.UsageError("say how many nodes: --nodes N, or --mesh NAME=N for each mesh")
     if nodes is not None:
         return {"hosts": nodes}

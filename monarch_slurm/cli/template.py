@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from monarch_slurm.errors import ConfigError
+from monarch_slurm.errors import MonarchSlurmError
 
 
 @click.group()
@@ -60,6 +60,8 @@ def render(name: str, values: Sequence[str], output: str | None, force: bool) ->
     from monarch_slurm.job.templates import find_template
     from monarch_slurm.job.templates import render as fill
 
+    if "=" in name:
+        raise click.UsageError(f"{name!r} stands where the name of a template is expected, such as: render cpu {name}")
     fields = {}
     for value in values:
         field, equals, text = value.partition("=")
@@ -74,8 +76,8 @@ def render(name: str, values: Sequence[str], output: str | None, force: bool) ->
         return
     path = Path(output)
     if path.exists() and not force:
-        raise ConfigError(f"{path} is there already; --force writes over it")
+        raise MonarchSlurmError(f"{path} is there already; --force writes over it")
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        raise MonarchSlurmError(f"cannot write {path}: {error.strerror}") from None

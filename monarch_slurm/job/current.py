@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from monarch_slurm.job.base import DEFAULT_JOB_PATH, JobTrait
-from monarch_slurm.job.errors import JobSpecError
+from monarch_slurm.job.errors import JobError, JobSpecError
 from monarch_slurm.job.folder import write_whole
 
 DEFAULT_CONTEXT = "default"
@@ -30,6 +30,7 @@ def set_current_job(module_path: str, context: str | None = None) -> JobTrait:
         ValueError: ``module_path`` has no dot, or ``context`` cannot be the name of a folder.
         ImportError, AttributeError: there is no such module or attribute.
         TypeError: it is no job.
+        JobError: a job that was not made so is remembered here.
     """
     name = context or current_context()
     folder = state_path(name).parent
@@ -38,7 +39,7 @@ def set_current_job(module_path: str, context: str | None = None) -> JobTrait:
     write_whole(folder / "spec", f"{module_path}\n".encode())
     link = Path(DEFAULT_JOB_PATH)
     if link.exists() and not link.is_symlink():
-        raise JobSpecError(f"{link} remembers a job of this folder; kill that job, or remove the file, first")
+        raise JobError(f"{link} remembers a job of this folder; kill that job, or remove the file, first")
     aside = link.with_name(f".{link.name}.{os.getpid()}")
     aside.symlink_to(f"{name}/state.pkl")
     os.replace(aside, link)
@@ -85,11 +86,12 @@ def remove_context(name: str) -> None:
     """Forget a context; if it is in force, the default is.
 
     Raises:
-        JobSpecError: there is none of this name, or a job is remembered in it.
+        JobSpecError: there is none of this name.
+        JobError: a job is remembered in it.
     """
     _spec_of(name)
     if state_path(name).exists():
-        raise JobSpecError(f"context {name!r} remembers a job: kill it first (monarch-slurm kill {name})")
+        raise JobError(f"context {name!r} remembers a job: kill it first (monarch-slurm kill {name})")
     if name == current_context():
         Path(DEFAULT_JOB_PATH).unlink(missing_ok=True)
     folder = state_path(name).parent

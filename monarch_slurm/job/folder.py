@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from monarch_slurm.job.errors import JobFolderError
+from monarch_slurm.job.errors import JobFolderError, JobSpecError
 from monarch_slurm.wire.admin import ADMIN_FILE
 
 FOLDER_VARIABLE = "MONARCH_SLURM_JOB_FOLDER"
@@ -37,11 +37,12 @@ class JobFolder:
         """Make a new folder in ``base`` with a name that tells when and what.
 
         Raises:
-            JobFolderError: it cannot be made, or Slurm could not take its path.
+            JobFolderError: it cannot be made.
+            JobSpecError: Slurm could not take its path.
         """
         base = base.expanduser().absolute()
         if _FORBIDDEN.search(str(base)):
-            raise JobFolderError(f"{str(base)!r}: Slurm gives '%' and '\\' in a path a meaning; choose another folder")
+            raise JobSpecError(f"{str(base)!r}: Slurm gives '%' and '\\' in a path a meaning; choose another folder")
         label = re.sub(r"[^A-Za-z0-9._-]+", "_", job_name)[:40]
         made = tuple(path for path in (base, *base.parents) if not path.exists())
         try:

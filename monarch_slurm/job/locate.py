@@ -7,7 +7,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch_slurm.job.errors import JobFolderError, JobNotFoundError, NoSlurmError, SlurmUnreachableError
+from monarch_slurm.job.errors import (
+    JobFolderError,
+    JobNotFoundError,
+    JobSpecError,
+    NoSlurmError,
+    SlurmUnreachableError,
+)
 from monarch_slurm.job.folder import JobFolder
 from monarch_slurm.job.slurm import DEFAULT_LOG_DIR
 from monarch_slurm.job.status import Run, run_command
@@ -58,6 +64,7 @@ def find_job(job: str, log_dir: str | None = None, run: Run = run_command) -> Fo
         log_dir: folder that holds the job's folder, for a job that Slurm has forgotten.
 
     Raises:
+        JobSpecError: it is neither a number nor the folder of a job.
         JobNotFoundError: nobody knows it, or it is somebody else's.
         JobFolderError: it is no job of this package, or its folder is gone.
         NoSlurmError, SlurmUnreachableError: Slurm cannot tell where it is, and its folder is not here.
@@ -109,10 +116,15 @@ def my_jobs(run: Run = run_command) -> tuple[list[ListedJob], int]:
 
 def _from_folder(path: Path) -> FoundJob:
     if not path.is_dir():
-        raise JobNotFoundError(f"{str(path)!r} is neither a number of Slurm's nor the folder of a job")
+        raise JobSpecError(f"{str(path)!r} is neither a number of Slurm's nor the folder of a job")
     path = path.resolve()
     if not _is_job_folder(path):
-        raise JobFolderError(f"{path} is not the folder of a job")
+        if (path / "journal.jsonl").exists():
+            raise JobSpecError(
+                f"{path} is the folder of a run, not of a job of Slurm: journal.jsonl in it tells what the run does, "
+                "report.html how it ended, and `monarch-slurm stacks` where its processes are"
+            )
+        raise JobSpecError(f"{path} is not the folder of a job")
     names = [link.name for link in path.parent.iterdir() if link.is_symlink() and link.resolve() == path]
     if path.name.isdecimal():  # a task, in the folder of its array
         names += [f"{link.name}_{path.name}" for link in path.parent.parent.iterdir() if _leads_to(link, path.parent)]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch_slurm.job.errors import JobSpecError
+from monarch_slurm.job.errors import JobError, JobSpecError
 from monarch_slurm.job.request import TIME_LIMIT
 
 _OPTION = re.compile(r"^##?SBATCH --([a-z-]+)=(.*)$", re.MULTILINE)
@@ -48,13 +48,13 @@ def templates() -> dict[str, Template]:
     """Return all templates by name.
 
     Raises:
-        JobSpecError: this installation came without them.
+        JobError: this installation came without them.
     """
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "sbatch_templates", package.parent / "sbatch_templates"):
         if found := sorted(folder.glob("*.sbatch")):
             return {path.stem: Template(path.stem, path.read_text(encoding="utf-8")) for path in found}
-    raise JobSpecError(f"{package} was installed without the templates; install monarch_slurm from its source")
+    raise JobError(f"{package} was installed without the templates; install monarch_slurm from its source")
 
 
 def find_template(name: str) -> Template:
@@ -108,7 +108,7 @@ def _name_of(variable: str) -> str:
 def _check(name: str, value: str) -> None:
     if "\n" in value:
         raise JobSpecError(f"{name}: a value of one line expected")
-    if name in _COUNTS and not re.fullmatch(r"[0-9]*", value):
-        raise JobSpecError(f"{name}={value}: a number expected")
+    if name in _COUNTS and not re.fullmatch(r"[0-9]*[1-9][0-9]*|" if name != "spares" else r"[0-9]*", value):
+        raise JobSpecError(f"{name}={value}: a whole number, {0 if name == 'spares' else 1} or more, expected")
     if name == "time" and value and not TIME_LIMIT.fullmatch(value):
         raise JobSpecError(f"time={value}: minutes, hours:minutes:seconds or days-hours:minutes:seconds expected")

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.errors import ConfigError
 
 VOCAB = 256
 """Size of the vocabulary: one token per byte."""
@@ -40,7 +40,7 @@ _SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "
 Bytes = npt.NDArray[np.uint8]
 
 
-class DataError(MonarchSlurmError):
+class DataError(ConfigError):
     """The training text cannot be used; the message names the path and what to change."""
 
 

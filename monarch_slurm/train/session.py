@@ -21,7 +21,7 @@ from monarch_slurm.train.events import Event
 from monarch_slurm.train.injection import schedule
 from monarch_slurm.train.live import LiveView
 from monarch_slurm.train.manager import Run
-from monarch_slurm.train.report import build_report, load_report, write_report
+from monarch_slurm.train.report import ReportError, build_report, load_report, write_report
 from monarch_slurm.train.resuming import (
     check_changes,
     finished_report,
@@ -141,7 +141,9 @@ def check(plan: Plan) -> Any:
         from monarch_slurm.train.data import split_corpus
         from monarch_slurm.train.engine import model_config
     except ModuleNotFoundError as error:
-        raise ConfigError(f'training needs {error.name}; install it with: pip install "monarch_slurm[train]"') from None
+        raise MonarchSlurmError(
+            f'training needs {error.name}; install it with: pip install "monarch_slurm[train]"'
+        ) from None
 
     model_config(plan.config.model)
     split_corpus(plan.config.data, plan.config.seq_len)
@@ -149,7 +151,10 @@ def check(plan: Plan) -> Any:
         resumed_config(Path(plan.resume), plan.config.to_dict())
     if plan.reference in ("auto", "none"):
         return None
-    return load_report(plan.reference)
+    try:
+        return load_report(plan.reference)
+    except ReportError as error:
+        raise ConfigError(f"--reference {plan.reference}: {error}") from None
 
 
 def make_run_folder(out: Path) -> Path:

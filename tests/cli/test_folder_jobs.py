@@ -40,7 +40,10 @@ def command(folder: Path, *arguments: str, stdin: str = "") -> subprocess.Comple
 
 def test_a_job_is_applied_used_and_killed(folder: Path) -> None:
     refused = command(folder, "exec", "true")
-    assert (refused.returncode, refused.stderr.startswith("error: no current job in ")) == (1, True)
+    assert (refused.returncode, refused.stderr.startswith(f"error: {folder} has no job yet: `monarch-slurm apply")) == (
+        1,
+        True,
+    )
     applied = command(folder, "apply", "my_jobs.two")
     assert (applied.returncode, applied.stdout.startswith("applied: ProcessJob(")) == (0, True), applied.stderr
     assert command(folder, "apply").stdout.startswith("is there already: ProcessJob(")
@@ -90,11 +93,11 @@ def test_contexts(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["apply", "nodot"], 1, "module.attribute expected"),
-        (["apply", "my_jobs.three"], 1, "no attribute 'three'"),
-        (["apply", "my_jobs.number"], 1, "is no job but a int"),
-        (["apply", "no_such.job"], 1, "No module named"),
-        (["context", "create", "../x", "my_jobs.two"], 1, "letters, digits"),
+        (["apply", "nodot"], 2, "module.attribute expected"),
+        (["apply", "my_jobs.three"], 2, "no attribute 'three'"),
+        (["apply", "my_jobs.number"], 2, "is no job but a int"),
+        (["apply", "no_such.job"], 2, "No module named"),
+        (["context", "create", "../x", "my_jobs.two"], 2, "letters, digits"),
         (["exec"], 2, "a command, --script or -m expected"),
         (["exec", "--all", "--one", "true"], 2, "exclude each other"),
         (["exec", "--per-host", "gpus", "true"], 2, "NAME=VALUE expected"),

@@ -32,11 +32,15 @@ reach the head node.
 | exit code | means |
 | --- | --- |
 | 0 | success |
-| 1 | an error, told in a line on standard error |
-| 2 | a wrong command line |
+| 1 | what was asked for has failed; a line on standard error says why |
+| 2 | a wrong command line: an unknown option, a value that cannot be, a file that is not there or not of the kind |
 | 3 | `doctor`: something must be mended |
+| 75 | `train`: ended early, and the state is saved |
 | 130 | interrupted |
-| other | of the job's program: `submit --follow`, `train` |
+| other | of the program that `exec`, `submit --follow` or `train` runs |
+
+`submit` looks for the program's file, `--venv` and the image of `--container` before it asks Slurm, unless `--setup`
+may make them.
 
 ## Completion
 

@@ -29,14 +29,3 @@ def test_render_writes_a_file_and_not_over_another(tmp_path: Path) -> None:
     assert (again.exit_code, "is there already" in str(again.exception)) == (1, True)
     assert run("render", "cpu", "-o", str(path), "--force").exit_code == 0
     assert path.read_text() == run("render", "cpu").output == find_template("cpu").text
-
-
-def test_wrong_values_are_told(tmp_path: Path) -> None:
-    for values, code, words in (
-        (["nodes"], 2, "FIELD=VALUE expected"),
-        (["nodes=1", "nodes=2"], 2, "nodes is given twice"),
-        (["nods=1"], 1, "no 'nods'; it has: "),
-        (["-o", str(tmp_path / "no" / "such")], 1, "cannot write"),
-    ):
-        done = run("render", "cpu", *values)
-        assert (done.exit_code, words in done.output + str(done.exception)) == (code, True), done.output

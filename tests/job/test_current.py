@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from monarch_slurm.job import (
-    JobSpecError,
+    JobError,
     LocalJob,
     MeshAdminConfig,
     TelemetryConfig,
@@ -69,7 +69,7 @@ def test_a_context_cannot_leave_its_folder_and_a_remembered_job_is_not_lost() ->
     with pytest.raises(ValueError, match="context"):
         set_current_job("my_jobs.one", context="../elsewhere")
     LocalJob().dump(".monarch/job_state.pkl")
-    with pytest.raises(JobSpecError, match="kill that job"):
+    with pytest.raises(JobError, match="kill that job"):
         set_current_job("my_jobs.one")
 
 

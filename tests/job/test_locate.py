@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from monarch_slurm.job import JobFolderError, JobNotFoundError, NoSlurmError, SlurmUnreachableError
+from monarch_slurm.job import JobFolderError, JobNotFoundError, JobSpecError, NoSlurmError, SlurmUnreachableError
 from monarch_slurm.job.folder import JobFolder
 from monarch_slurm.job.locate import find_job, my_jobs
 
@@ -72,9 +72,9 @@ def test_a_folder_tells_its_job(tmp_path: Path) -> None:
         ("12", says(JobName="other", StdOut="/home/me/slurm-12.out"), JobFolderError, r"\(other\) was not started by"),
         ("12", says(ArrayTaskId="0-3"), JobNotFoundError, "is an array; name one of its tasks, such as 12_0"),
         ("12", UNKNOWN, JobNotFoundError, "Slurm knows no job 12"),
-        ("twelve", "exit 0", JobNotFoundError, "'twelve' is neither a number"),
-        ("-3", "exit 0", JobNotFoundError, "'-3' is neither a number"),
-        (".", "exit 0", JobFolderError, "is not the folder of a job"),
+        ("twelve", "exit 0", JobSpecError, "'twelve' is neither a number"),
+        ("-3", "exit 0", JobSpecError, "'-3' is neither a number"),
+        (".", "exit 0", JobSpecError, "is not the folder of a job"),
     ],
 )
 def test_what_is_no_job_of_mine_is_told(

@@ -54,7 +54,7 @@ def test_values_are_filled_in() -> None:
     ("values", "words"),
     [
         ({"nods": "3"}, r"no 'nods'; it has: .*nodes"),
-        ({"nodes": "three"}, "a number expected"),
+        ({"nodes": "three"}, "a whole number, 1 or more, expected"),
         ({"time": "tomorrow"}, "days-hours"),
         ({"partition": "a\nb"}, "one line"),
     ],

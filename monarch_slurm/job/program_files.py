@@ -1,0 +1,52 @@
+"""Files that a job needs before anything of it runs: they are looked for before the job waits in a queue for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from monarch_slurm.job.container import Container
+from monarch_slurm.job.errors import JobSpecError
+
+
+def check_files(
+    program: Sequence[str], *, venv: str | None, container: Container | str | None, setup: Sequence[str]
+) -> None:
+    """Make sure that the files which a job names are here, for the nodes are to see the same ones.
+
+    What may be on the nodes only is left alone: commands by name, absolute paths of commands, the program inside of a
+    container, and everything if ``setup`` may make it.
+
+    Raises:
+        JobSpecError: one is not there; the text says which.
+    """
+    image = container.image if isinstance(container, Container) else container
+    if image is not None and image.endswith((".sif", ".sqsh")):
+        _check(image, image, "container image")
+    if setup:
+        return
+    if venv is not None:
+        _check(venv, os.path.join(venv, "bin", "activate"), "virtual environment")
+    script = _script(program) if container is None else None
+    if script is not None:
+        _check(script, script, "program")
+
+
+def _script(program: Sequence[str]) -> str | None:
+    """Return the file that ``program`` runs, if every node must see it."""
+    first = program[0]
+    if first.endswith(".py"):
+        return first
+    if "/" in first and not first.startswith(("/", "~")):
+        return first
+    is_python = os.path.basename(first).startswith("python")
+    return program[1] if is_python and len(program) > 1 and program[1].endswith(".py") else None
+
+
+def _check(named: str, path: str, what: str) -> None:
+    if Path(path).exists():
+        return
+    where = "" if os.path.isabs(named) else f" in {Path.cwd()}"
+    lacks = f"; it has no {os.path.relpath(path, named)}" if Path(named).is_dir() else ""
+    raise JobSpecError(f"{what} {named} is not there{where}{lacks}; all nodes must see it")
