@@ -40,6 +40,8 @@ class Future(Generic[R]):
     _waiters: list[Callable[[], None]]
     _begin: Callable[[bool], None] | None
     """Starts work that waits to be looked at (`returns_future`); told whether on the running event loop."""
+    _source: object
+    """What brings the result, and has to be there until then."""
     _what: str | Callable[[], str]
     """What is waited for, for the text of a time-out."""
 
@@ -54,6 +56,7 @@ class Future(Generic[R]):
         future._done = False
         future._waiters = []
         future._begin = None
+        future._source = None
         future._what = ""
         return future
 
@@ -82,7 +85,7 @@ class Future(Generic[R]):
         with self._lock:
             if self._done:
                 return
-            self._thunk, self._error, self._done = thunk, error, True
+            self._thunk, self._error, self._done, self._source = thunk, error, True, None
             waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             waiter()

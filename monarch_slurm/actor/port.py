@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from monarch_slurm.actor.context import context
+from monarch_slurm.actor.context import context, current_instance
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.messages import PortAddress
 from monarch_slurm.actor.replies import EXCEPTION, VALUE
-from monarch_slurm.wire import dumps, loads
+from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
+from monarch_slurm.wire import CONTROLLER, Address, dumps, loads
 from monarch_slurm.wire.pickle_fault import explain
 
 if TYPE_CHECKING:
@@ -32,7 +34,8 @@ class Port(Generic[R]):
     _once: bool
     _used: bool
     return_undeliverable: bool = True
-    """Kept for compatibility. What is sent to a port whose process has ended is dropped."""
+    """Whether the sending actor's ``_handle_undeliverable_message``, if it has one, hears of what is sent to a port
+    whose process has ended. It is dropped otherwise. The property does not travel with the port."""
 
     @classmethod
     def _to(cls, runtime: Runtime, port: PortAddress | None, rank: int, once: bool = False) -> Port[Any]:
@@ -63,7 +66,25 @@ class Port(Generic[R]):
             raise
         self._used = True
         if self._port is not None:
-            self._runtime.post(self._port, self._rank, status, frames)
+            self._runtime.post(self._port, self._rank, status, frames, **self._receipt(self._port))
+
+    def _receipt(self, port: PortAddress) -> dict[str, PortAddress]:
+        """Have the sender told if what it sends does not come to the port's process; return what asks for that."""
+        sender, process = current_instance(), Address(*port[:2])
+        if sender is None or not sender.body.hears_undeliverable or not self.return_undeliverable:
+            return {}
+        if process in (CONTROLLER, self._runtime.address):  # they do not end before the sender does
+            return {}
+
+        def lost(rank: int, reason: str) -> None:
+            dest = f"port {port[2]} of proc {process.proc}"
+            sender.body.undeliverable(UndeliverableMessageEnvelope(sender.display, dest, reason))
+
+        number = self._runtime.replies.expect({0: (process, None)}, lambda *_: None, lost)
+        reason = self._runtime.why_down(process, None)
+        if reason is not None:
+            self._runtime.replies.lose([process], lambda *_: reason)
+        return {"receipt": (*self._runtime.address, number)}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebind, (self._port, self._rank, self._once)
@@ -77,7 +98,10 @@ def _rebind(port: PortAddress | None, rank: int, once: bool) -> Port[Any]:
 
 
 class PortReceiver(Generic[R]):
-    """Where the values of a channel come out, in the order of arrival."""
+    """Where the values of a channel come out, in the order of arrival.
+
+    When neither the receiver nor a future of it is referred to any more, what is sent to its port is dropped.
+    """
 
     def __init__(self, runtime: Runtime, ranked: bool = False) -> None:
         self._lock = threading.Lock()
@@ -86,12 +110,15 @@ class PortReceiver(Generic[R]):
         self._waiting: deque[weakref.ref[Future[Any]]] = deque()
         self._ranked = ranked
         self._runtime = runtime
-        self._number = runtime.replies.open_channel(self._take)
+        take = weakref.WeakMethod(self._take)
+        self._number = runtime.replies.open_channel(lambda *arrived: _hand_on(take, arrived))
+        weakref.finalize(self, runtime.replies.close, self._number).atexit = False
 
     def recv(self) -> Future[R]:
         """Return a future of the next value."""
         future: Future[Any] = Future._pending()
         future._what = "recv(): nothing was sent to the port"
+        future._source = self
         with self._lock:
             if not self._values:
                 self._waiting.append(weakref.ref(future))
@@ -134,6 +161,12 @@ class PortReceiver(Generic[R]):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a PortReceiver belongs to the process that opened it; send its Port instead")
+
+
+def _hand_on(take: Callable[[], Callable[[int, str, Any], None] | None], arrived: tuple[int, str, Any]) -> None:
+    there = take()
+    if there is not None:  # else nobody can get it any more
+        there(*arrived)
 
 
 class Channel(Generic[R]):

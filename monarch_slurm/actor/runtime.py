@@ -86,8 +86,7 @@ class Runtime:
         self._failing = False
         self.on_failed: Callable[[str, str | None], None] | None = None
         """Ends this process as a failure, with the event and the traceback of the actor that has failed."""
-        self.print_logs: Callable[[], None] = lambda: None
-        """Prints the lines of procs that have come; in the client only."""
+        self.print_logs: Callable[[], None] = lambda: None  # prints lines that have come; in the client only
 
     def new_mesh_id(self, name: str) -> str:
         """Return an id for a mesh called ``name`` that is unique in the job, and fit for file names."""
@@ -109,10 +108,10 @@ class Runtime:
         for message in targets.messages(self.address, self.places, fields, body):
             self.send(message)
 
-    def post(self, port: PortAddress, rank: int, status: str, frames: Sequence[Buffer]) -> None:
-        """Send an answer to a port."""
+    def post(self, port: PortAddress, rank: int, status: str, frames: Sequence[Buffer], **receipt: PortAddress) -> None:
+        """Send an answer to a port; a ``receipt`` hears that it has come there."""
         host, proc, number = port
-        fields = {"port": number, "rank": rank, "status": status}
+        fields = {"port": number, "rank": rank, "status": status, **receipt}
         self.send(Message("port", Address(host, proc), self.address, fields, frames))
 
     def expect_from(
@@ -173,6 +172,8 @@ class Runtime:
         fields = message.fields
         if message.kind == "port":
             self.replies.take(fields["port"], fields["rank"], fields["status"], message.body)
+            if "receipt" in fields:
+                self.post(fields["receipt"], 0, VALUE, [])
         elif message.kind == "cast" and fields["op"] == "call" and fields["mesh"] not in self.on_demand:
             self._cast(message)
         else:
@@ -214,8 +215,7 @@ class Runtime:
         if operation == "spawn":
             if mesh in self._cells:
                 return  # one of those that were made anew
-            cell = self._make_cell(self, message)
-            self._cells[mesh] = cell
+            self._cells[mesh] = cell = self._make_cell(self, message)
             cell.start()
             return
         if mesh in self.on_demand:

@@ -282,6 +282,20 @@ def test_a_future_that_is_awaited_gets_its_value_though_nobody_else_holds_it() -
     assert asyncio.run(wait()) == ("first", "second")
 
 
+def test_a_channel_that_nobody_can_read_is_closed() -> None:
+    port, receiver = Channel.open()
+    future = receiver.recv()
+    channels = context().actor_instance.runtime.replies._channels
+    del receiver
+    gc.collect()
+    port.send("to whoever waits")
+    assert future.get(DEADLINE) == "to whoever waits"
+    gc.collect()
+    assert port._port is not None
+    assert port._port[2] not in channels
+    port.send("to nobody")
+
+
 def test_a_closed_channel_takes_nothing() -> None:
     port, receiver = Channel.open()
     receiver.close()

@@ -44,6 +44,27 @@ class Target(Actor):
         return os.getpid()
 
 
+class Opener(Actor):
+    """Opens channels in its own process."""
+
+    def __init__(self) -> None:
+        self.receivers: list[Any] = []
+
+    @endpoint
+    def open(self) -> Any:
+        port, receiver = Channel.open()
+        self.receivers.append(receiver)
+        return port
+
+    @endpoint
+    def received(self) -> Any:
+        return self.receivers[-1].recv().get(DEADLINE)
+
+    @endpoint
+    def pid(self) -> int:
+        return os.getpid()
+
+
 class Sender(Actor):
     def __init__(self, answer: str) -> None:
         self.answer = answer
@@ -55,6 +76,11 @@ class Sender(Actor):
             send(target.put, (number,), {}, port)
         else:
             target.put.broadcast(number)
+
+    @endpoint
+    def say(self, port: Any, value: object, wants_to_know: bool = True) -> None:
+        port.return_undeliverable = wants_to_know
+        port.send(value)
 
     @endpoint
     def heard(self) -> list[tuple[str, str, str]]:
@@ -168,3 +194,33 @@ def test_messages_that_arrive_are_not_told_of(grid: ProcMesh) -> None:
         sender.put.broadcast(targets, number)
     assert sender.heard.call_one().get(DEADLINE) == []
     assert targets.get.call().get(DEADLINE).values() == [list(range(20))] * 4
+
+
+def test_what_is_sent_to_a_port_of_a_process_that_is_gone(
+    grid: ProcMesh, spawn: Callable[..., ProcMesh], faults: Faults
+) -> None:
+    sender: Any = grid.slice(x=0, y=0).spawn("sender", Sender, "drop")
+    opener: Any = spawn(name="doomed").spawn("opener", Opener)
+    port = opener.open.call_one().get(DEADLINE)
+    sender.say.call_one(port, "first").get(DEADLINE)
+    assert opener.received.call_one().get(DEADLINE) == "first"
+    os.kill(opener.pid.call_one().get(DEADLINE), signal.SIGKILL)
+    faults.wait()
+    sender.say.call_one(port, "nobody knows", wants_to_know=False).get(DEADLINE)
+    assert sender.heard.call_one().get(DEADLINE) == []
+    sender.say.call_one(port, "second").get(DEADLINE)
+    ((who, whom, why),) = heard(sender, 1)
+    assert "Sender sender" in who
+    assert whom.startswith("port ")
+    assert "of proc doomed-" in whom
+    assert "Killed(sig=9)" in why
+
+
+def test_what_comes_to_a_port_is_not_told_of(grid: ProcMesh) -> None:
+    sender: Any = grid.slice(x=0, y=0).spawn("sender", Sender, "fail")
+    opener: Any = grid.slice(x=1, y=0).spawn("opener", Opener)
+    here, receiver = Channel.open()
+    for port in (here, opener.open.call_one().get(DEADLINE)):
+        sender.say.call_one(port, 1).get(DEADLINE)
+    assert receiver.recv().get(DEADLINE) == opener.received.call_one().get(DEADLINE) == 1
+    assert sender.heard.call_one().get(DEADLINE) == []
