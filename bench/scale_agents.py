@@ -20,7 +20,7 @@ import zmq
 
 from monarch_slurm.actor.messages import Call, ref_from_fields
 from monarch_slurm.actor.replies import VALUE
-from monarch_slurm.config import settings
+from monarch_slurm.config import configure, settings
 from monarch_slurm.host.branch import Branch
 from monarch_slurm.host.exits import ProcDown
 from monarch_slurm.host.identity import new_host_id
@@ -89,6 +89,8 @@ class SimulatedAgent:
                 name = f"{fields['mesh']}.{rank}"
                 down = ProcDown(self.host, self.name, name, fields["mesh"], rank, 1, "Exited(code=0)", 0.0, [], True)
                 self._branch.send(Message("proc_down", CONTROLLER, self._address, down.to_fields()))
+        elif message.kind == "welcome":
+            configure(**fields["settings"])
         elif message.kind == "shutdown":
             self._branch.send(Message("bye", CONTROLLER, self._address))
             self.mute = True

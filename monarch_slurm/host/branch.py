@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import zmq
@@ -39,9 +39,6 @@ from monarch_slurm.wire.pickling import Buffer
 from monarch_slurm.wire.sockets import bind_tcp, connect_tcp, make_dealer, make_router
 
 logger = logging.getLogger(__name__)
-
-_PATIENCE = 2.5
-"""Heartbeats after which answers that were not acknowledged take another way."""
 
 
 class Branch:
@@ -81,8 +78,10 @@ class Branch:
         """Entries of hosts below that leave at the end of the round."""
         self._door: _Door | None = None
         self._parent = ""
+        self._link_number = 0
         self._above: Link | None = None
         self._linked = False
+        self._linked_at = self._sent_again_at = 0.0
 
     def heartbeat(self) -> Message:
         """Return this host's heartbeat, which acknowledges the casts that it has had its share of."""
@@ -112,12 +111,11 @@ class Branch:
         elif kind == "barrier":
             self._order.barrier(fields["casts"])
         elif kind == "tree_child":
-            self._open_door(fields["child"], fields["slot"])
+            self._open_door(_Below(**fields))
         elif kind == "tree_parent":
-            self._dial(fields["parent"], fields["endpoint"])
+            self._dial(**fields)
         elif kind == "tree_cut":
-            self._hang_up()
-            self._send_again()
+            self._leave_parent()
         elif kind == "heartbeat":
             self._acknowledged(fields.get("folds", 0))
         else:
@@ -147,17 +145,17 @@ class Branch:
     def _pass_on(self, slot: int, message: Message) -> None:
         if self._door is None or not self._door.send(slot, message):
             logger.info("no agent below has the slot %d: the controller sends to it", slot)
-            self._tell("tree_lost", slot=slot)
+            self._tell("tree_lost", slot=slot, link=0 if self._door is None else self._door.last_link(slot))
 
-    def _open_door(self, child: str, slot: int) -> None:
+    def _open_door(self, below: _Below) -> None:
         if self._door is None:
             try:
                 self._door = _Door(self._loop, self._address, self._ip, self._keys, self._from_below)
             except MonarchSlurmError as error:
                 logger.warning("cannot listen for other agents, which the controller serves instead: %s", error)
                 return
-        self._door.expect(child, slot)
-        self._tell("tree_door", child=child, endpoint=self._door.endpoint)
+        self._door.expect(below)
+        self._tell("tree_door", slot=below.slot, link=below.link, endpoint=self._door.endpoint)
 
     # ---- what goes up
 
@@ -183,14 +181,15 @@ class Branch:
     def _acknowledged(self, folds: int) -> None:
         self._folder.acknowledged(folds)
         since = self._folder.kept_since()
-        if since is not None and self._loop.clock() - since > _PATIENCE * settings().heartbeat_interval:
-            if self._linked and self._above is not None:
+        if since is not None and self._above is not None and self._linked and since >= self._linked_at:
+            # As long as the controller waits for casts to arrive (`caster`).
+            patience = (settings().missed_heartbeats + 1) * settings().heartbeat_interval
+            if self._loop.clock() - max(since, self._sent_again_at) > patience:
                 self._broken(self._above)
-            else:
-                self._send_again()
 
     def _send_again(self) -> None:
         """Send what may be lost on the way, and have those below do so."""
+        self._sent_again_at = self._loop.clock()
         self._flush()
         self._pass_up([self._folder.kept()])
         if self._door is not None:
@@ -198,26 +197,29 @@ class Branch:
 
     # ---- who is above
 
-    def _dial(self, parent: str, endpoint: str) -> None:
-        self._hang_up()
+    def _dial(self, parent: str, endpoint: str, link: int) -> None:
+        self._leave_parent()
+        self._parent, self._link_number = parent, link
         try:
-            dealer = make_dealer(self._context, self._address.host)
+            dealer = make_dealer(self._context, _name_at_door(self._address.host, link))
         except MonarchSlurmError as error:
             logger.warning("cannot connect to the agent of %s; the controller serves this host: %s", parent, error)
             return
         connect_tcp(dealer, replace(self._invitation, address=endpoint))
-        self._parent = parent
-        self._above = link = Link(
-            self._loop, dealer, lambda _, message: self._from_above(link, message), lambda _, error: self._broken(link)
+        self._above = above = Link(
+            self._loop,
+            dealer,
+            lambda _, message: self._from_above(above, message),
+            lambda _, error: self._broken(above),
         )
-        link.send(Message("below", Address(parent, AGENT), self._address))
+        above.send(Message("below", Address(parent, AGENT), self._address))
 
     def _from_above(self, link: Link, message: Message) -> None:
         if link is not self._above:
             return
         if message.kind == "above":
-            self._linked = True
-            self._tell("tree_linked", parent=self._parent)
+            self._linked, self._linked_at = True, self._loop.clock()
+            self._tell("tree_linked", parent=self._parent, link=self._link_number)
         elif message.kind == "share":
             self._share(message)
         elif message.kind == "again":
@@ -225,8 +227,14 @@ class Branch:
 
     def _broken(self, link: Link) -> None:
         if link is self._above:
-            self._hang_up()
-            self._tell("tree_lost")
+            self._tell("tree_lost", link=self._link_number)
+            self._leave_parent()
+
+    def _leave_parent(self) -> None:
+        """Have nothing to do any more with the agent above; what may be lost on the way there is sent again."""
+        linked = self._linked
+        self._hang_up()
+        if linked:
             self._send_again()
 
     def _hang_up(self) -> None:
@@ -236,6 +244,20 @@ class Branch:
 
     def _tell(self, kind: str, **fields: Any) -> None:
         self._tell_controller(Message(kind, CONTROLLER, self._address, fields))
+
+
+@dataclass(frozen=True)
+class _Below:
+    """A host that is to connect, and the number of the attempt."""
+
+    child: str
+    slot: int
+    link: int
+
+
+def _name_at_door(host: str, link: int) -> str:
+    # One per link: what belongs to another is told apart, and a connection that has broken unnoticed is not in the way.
+    return f"{host}~{link}"
 
 
 class _Door:
@@ -256,22 +278,32 @@ class _Door:
         self._gatekeeper = Gatekeeper(self._context, router, keys)
         self._gatekeeper.attach(loop)
         self._link = Link(loop, router, self._take, self._fault)
-        self._slots: dict[str, int] = {}
+        self._expected: dict[str, _Below] = {}
         self._reached: dict[int, str] = {}
+        self._last_links: dict[int, int] = {}
 
-    def expect(self, child: str, slot: int) -> None:
-        """Take ``child`` when it comes."""
-        self._slots[child] = slot
+    def expect(self, below: _Below) -> None:
+        """Take an agent when it comes."""
+        for name, old in list(self._expected.items()):
+            # The link before this one may still have brought answers.
+            if old.slot == below.slot and (old.child != below.child or old.link < below.link - 1):
+                del self._expected[name]
+                self._link.forget(name)
+        self._expected[_name_at_door(below.child, below.link)] = below
+
+    def last_link(self, slot: int) -> int:
+        """Return the number of the last link with the child with a slot; 0 if there was none."""
+        return self._last_links.get(slot, 0)
 
     def send(self, slot: int, message: Message) -> bool:
         """Send to the child with a slot; False if it is not there. Then it is sent nothing any more."""
-        child = self._reached.get(slot)
-        if child is None:
+        name = self._reached.get(slot)
+        if name is None:
             return False
         try:
-            self._link.send(message, child)
+            self._link.send(message, name)
         except UnknownPeerError:
-            self._forget(child)
+            del self._reached[slot]
             return False
         return True
 
@@ -286,17 +318,18 @@ class _Door:
         self._context.destroy(linger=0)
 
     def _take(self, peer: str, message: Message) -> None:
-        if peer not in self._slots or message.src.host != peer:
+        below = self._expected.get(peer)
+        if below is None or message.src.host != below.child:
             logger.error("an agent that the controller has not announced wants casts as %s; dropped", peer)
         elif message.kind == "below":
-            self._reached[self._slots[peer]] = peer
+            self._reached[below.slot] = peer
+            self._last_links[below.slot] = below.link
             self._link.send(Message("above", message.src, self._address), peer)
         elif message.kind == "fold":
             self._on_fold(message)
 
     def _fault(self, peer: str, error: WireError) -> None:
         logger.error("%s on the link from the agent below, %s", error, peer)
-        self._forget(peer)
-
-    def _forget(self, peer: str) -> None:
-        self._reached.pop(self._slots.pop(peer, -1), None)
+        below = self._expected.get(peer)
+        if below is not None and self._reached.get(below.slot) == peer:
+            del self._reached[below.slot]

@@ -100,6 +100,13 @@ class CastTree:
             found.append(parent)
         return found
 
+    def through(self, host: str) -> list[str]:
+        """Return the hosts that are reached through ``host``, itself first."""
+        found = [host]
+        for other in found:
+            found += [child for child in self._children(self._nodes[other].slot) if self._nodes[child].linked]
+        return found
+
     def by_top(self, hosts: Iterable[str]) -> dict[str, list[str]]:
         """Group hosts by the host under the controller that they are reached through."""
         groups: dict[str, list[str]] = {}

@@ -4,7 +4,8 @@ A cast to many hosts goes to the hosts under the controller in the tree (`cast_t
 of those below. Nobody on the way is trusted to have done so: each host tells with its heartbeats which casts it has
 had, and a cast is kept until all have. When the way to a host breaks, because an agent on it is
 gone, cannot reach the next or is late, the topmost host behind the break is put under the controller, and what the
-hosts behind it may lack is sent again. The receivers drop what they have (`cast_order`).
+hosts behind it may lack is sent again. The receivers drop what they have (`cast_order`). Later the host is linked to
+the one above again (`relinking`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from monarch_slurm.host.cast_tree import CastTree
+from monarch_slurm.host.relinking import Relinking
 from monarch_slurm.host.shares import APART, Ranks, packed
 from monarch_slurm.wire import AGENT, CONTROLLER, Address, Message, UnknownPeerError
 
@@ -66,11 +68,13 @@ class Caster:
 
     Args:
         fanout: hosts that are sent to by one.
+        missed_heartbeats: a host is late when it lacks a cast after so many; another one brings the acknowledgement.
         send: sends a message to the agent of a host; raises `UnknownPeerError`.
     """
 
-    def __init__(self, fanout: int, send: Callable[[Message, str], None]) -> None:
+    def __init__(self, fanout: int, missed_heartbeats: int, send: Callable[[Message, str], None]) -> None:
         self.tree = CastTree(fanout)
+        self._links = Relinking(2 * missed_heartbeats)
         self._send = send
         self._number = 0
         self._last: dict[str, int] = {}
@@ -82,7 +86,14 @@ class Caster:
         self._barred: dict[str, int] = {}
         self._acked: dict[str, int] = {}
         self._kept: deque[_Sent] = deque()
-        self._marks = (0, 0)
+        self._linked_at: dict[str, int] = {}
+        """By linked host, the last cast that it was sent by another way."""
+        self._patience = missed_heartbeats + 1
+        self._marks = deque([0] * self._patience, self._patience)
+        """Number of the last cast at each of the last heartbeats."""
+        self._beats = 0
+        self._resent_at: dict[str, int] = {}
+        """By host, the heartbeat when what it may have lacked was sent again."""
         self._plans: dict[tuple[str, str], _Plan] = {}
 
     # ---- hosts
@@ -91,30 +102,33 @@ class Caster:
         """A host has joined."""
         self._acked[host] = 0
         for parent, child in self.tree.join(host):
-            self._tell(parent, "tree_child", child=child, slot=self.tree.slot(child))
+            self._link(parent, child)
 
     def leave(self, host: str) -> None:
         """A host has ended or is given up: what it would have passed on is sent again."""
         self._settle()
-        for record in (self._last, self._directs, self._barred, self._acked):
+        for record in (self._last, self._directs, self._barred, self._acked, self._linked_at, self._resent_at):
             record.pop(host, None)
         self._dirty.discard(host)
+        self._links.forget(host)
         for child in self.tree.leave(host):
             self._adopt(child)
 
     def take(self, message: Message) -> None:
         """An agent says how things are in the tree."""
         host, fields = message.src.host, message.fields
+        child = (self.tree.host(fields["slot"]) or "") if "slot" in fields else host
+        if not self._links.is_last(child, fields["link"]):
+            return  # of a link that is given up
         if message.kind == "tree_door":
-            child = fields["child"]
-            if child in self.tree and host in self.tree and self.tree.parent(child) == host:
-                self._tell(child, "tree_parent", parent=host, endpoint=fields["endpoint"])
+            if self.tree.parent(child) == host:
+                self._tell(child, "tree_parent", parent=host, endpoint=fields["endpoint"], link=fields["link"])
         elif message.kind == "tree_linked":
-            self.tree.link(host, fields["parent"])
+            if self.tree.link(child, fields["parent"]):
+                self._links.made(child)
+                self._linked_at[child] = self._last_of(child)
         elif message.kind == "tree_lost":
-            child = self.tree.host(fields["slot"]) if "slot" in fields else host
-            if child is not None:
-                self._cut(child, "its connection to the agent above is gone")
+            self._cut(child, "its connection to the agent above is gone")
 
     def heard(self, host: str, casts: int) -> None:
         """A host has had all casts up to the number ``casts``."""
@@ -124,16 +138,29 @@ class Caster:
 
     def beat(self) -> None:
         """To be called once per heartbeat."""
-        self._marks = (self._marks[1], self._number)
+        self._beats += 1
+        self._marks.append(self._number)
         if self._kept:
             missing = [had for host, had in self._acked.items() if self.tree.linked(host) and had < self._last_of(host)]
             least = min(missing, default=self._number)
             while self._kept and self._kept[0].number <= least:
                 self._kept.popleft()
+        for host in self._links.beat():
+            parent = self.tree.parent(host)
+            if parent is None:
+                self._links.given_up(host)
+            else:
+                self._link(parent, host)
 
     def _is_late(self, host: str) -> bool:
-        """Return whether a host lacks a cast that was sent more than a heartbeat ago through others."""
-        return self.tree.linked(host) and self._acked.get(host, 0) < min(self._last_of(host), self._marks[0])
+        """Return whether a host lacks a cast that was sent too long ago through others."""
+        if not self.tree.linked(host) or self._beats - self._resent_at.get(host, -self._patience) < self._patience:
+            return False
+        # What it was sent by another way before may be late, too, but not for want of those above.
+        return self._linked_at[host] <= self._acked[host] < min(self._last_of(host), self._marks[0])
+
+    def _link(self, parent: str, child: str) -> None:
+        self._tell(parent, "tree_child", child=child, slot=self.tree.slot(child), link=self._links.attempt(child))
 
     def _cut(self, host: str, why: str) -> None:
         if self.tree.cut(host):
@@ -141,15 +168,14 @@ class Caster:
             self._adopt(host)
 
     def _adopt(self, host: str) -> None:
+        self._links.broken(host, proved=self._acked[host] > self._linked_at[host])
         self._tell(host, "tree_cut")
+        there = self.tree.through(host)
         for sent in self._kept:
-            lacking = [
-                other
-                for other in sent.plan.entries
-                if other in self.tree and self._acked.get(other, 0) < sent.number and host in self.tree.way(other)
-            ]
+            lacking = [other for other in there if other in sent.plan.entries and self._acked[other] < sent.number]
             if lacking:
                 self._quietly(self._share(sent, host, lacking), host)
+                self._resent_at.update(dict.fromkeys(lacking, self._beats))
 
     # ---- sending
 

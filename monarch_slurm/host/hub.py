@@ -104,7 +104,7 @@ class Hub:
         )
         self._contacts = Contacts()
         self._orders: dict[str, CastOrder] = {}
-        self._caster = Caster(current.max_cast_fanout, self._link.send)
+        self._caster = Caster(current.max_cast_fanout, current.missed_heartbeats, self._link.send)
         loop.call_soon(self._beat)
 
     @property

@@ -185,6 +185,37 @@ def test_an_inner_host_that_is_lost_costs_nobody_else_a_message(
     wait_until(lambda: failures)
 
 
+def test_hosts_that_were_cut_off_are_linked_again(tree: Tree, failures: list[MeshFailure]) -> None:
+    logs: Any = tree.mesh.spawn_procs().spawn("log", Log)
+    logs.get.call().get(DEADLINE)
+    hub, parts = client().hub, parts_of(logs)
+    linked = [host for host in tree.mesh._hosts if tree.tree.linked(host)]
+    done = threading.Event()
+    sent: list[list[list[int]]] = []
+
+    def speak() -> None:
+        while not done.is_set():
+            sent.append(talk(parts, f"{len(sent)}", 50, len(sent)))
+
+    speaker = threading.Thread(target=speak)
+    speaker.start()
+    try:
+        for host in linked:
+            with hub._lock:
+                hub._caster._links._states[host].wait = 1  # the next heartbeat is soon enough
+                hub._caster._cut(host, "the test wants it")
+        assert not tree.whole()
+        wait_until(tree.whole, "all are linked again")
+    finally:
+        done.set()
+        speaker.join(2 * DEADLINE)
+    assert len(sent) > 1
+    for rank, seen in enumerate(logs.get.call().get(DEADLINE).values()):
+        for number, numbers in enumerate(sent):
+            assert numbers_of(seen, f"{number}") == expected_of(parts, numbers, rank), (rank, number)
+    assert not failures
+
+
 def test_a_new_host_takes_the_place_of_a_lost_one(
     tree: Tree, agents: Callable[..., Agent], failures: list[MeshFailure], tmp_path: Path
 ) -> None:

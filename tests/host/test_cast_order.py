@@ -11,6 +11,7 @@ import pytest
 from monarch_slurm.host.cast_order import CastOrder
 from monarch_slurm.host.caster import Caster
 from monarch_slurm.host.folds import Folder, entries
+from monarch_slurm.host.relinking import MOST_BEATS
 from monarch_slurm.host.shares import APART, divide
 from monarch_slurm.wire import AGENT, CONTROLLER, Address, Message, UnknownPeerError
 
@@ -21,7 +22,9 @@ class Host:
         self.got: list[Any] = []
         self.order = CastOrder(lambda message: self.got.append(message.body[0]))
         self.wanted: list[Any] = []
-        self.below: dict[int, str] = {}
+        self.links: dict[int, int] = {}
+        """By slot of a host below, the number of its last link."""
+        self.link = 0
 
     def take(self, message: Message) -> None:
         fields = message.fields
@@ -30,23 +33,29 @@ class Host:
         elif message.kind == "barrier":
             self.order.barrier(fields["casts"])
         elif message.kind == "tree_child":
-            self.below[fields["slot"]] = fields["child"]
-            self.job.tell(self.name, "tree_door", child=fields["child"], endpoint="")
+            self.job.tell(self.name, "tree_door", slot=fields["slot"], link=fields["link"], endpoint="")
         elif message.kind == "tree_parent":
-            self.job.edges[fields["parent"], self.name] = deque()
-            self.job.tell(self.name, "tree_linked", parent=fields["parent"])
+            self.hang_up()
+            self.link = fields["link"]
+            if fields["parent"] in self.job.hosts:
+                slot = self.job.caster.tree.slot(self.name)
+                self.job.hosts[fields["parent"]].links[slot] = self.link
+                self.job.edges[fields["parent"], self.name, self.link] = deque(["above"])
         elif message.kind == "tree_cut":
-            for edge in [edge for edge in self.job.edges if edge[1] == self.name]:
-                del self.job.edges[edge]
+            self.hang_up()
         elif message.kind not in APART:
             self.order.direct(message)
+
+    def hang_up(self) -> None:
+        self.job.edges.pop(next((edge for edge in self.job.edges if edge[1] == self.name), None), None)
 
     def share(self, message: Message) -> None:
         own, below = divide(message)
         for slot, part in below.items():
-            edge = self.job.edges.get((self.name, self.below.get(slot, "")))
+            link = self.links.get(slot, 0)
+            edge = self.job.edges.get((self.name, self.job.caster.tree.host(slot), link))
             if edge is None:
-                self.job.tell(self.name, "tree_lost", slot=slot)
+                self.job.tell(self.name, "tree_lost", slot=slot, link=link)
             else:
                 edge.append(part)
         if own is not None:
@@ -59,11 +68,12 @@ class Job:
 
     def __init__(self, seed: int, hosts: int, fanout: int) -> None:
         self.random = random.Random(seed)
-        self.caster = Caster(fanout, self.send)
+        self.caster = Caster(fanout, 1, self.send)
         self.hosts: dict[str, Host] = {}
         self.direct: dict[str, deque[Message]] = {}
         self.up: deque[Message] = deque()
-        self.edges: dict[tuple[str, str], deque[Message]] = {}
+        self.edges: dict[tuple[str, str | None, int], deque[Any]] = {}
+        """What is on the way from a host to one below, by link."""
         self.names = iter(range(10_000))
         self.sent = 0
         for _ in range(hosts):
@@ -106,7 +116,7 @@ class Job:
         """Let one message arrive, somewhere."""
         queues: list[Any] = [("up", "", self.up)] if self.up else []
         queues += [("direct", host, queue) for host, queue in self.direct.items() if queue]
-        queues += [("edge", child, queue) for (_, child), queue in self.edges.items() if queue]
+        queues += [("edge", edge, queue) for edge, queue in self.edges.items() if queue]
         if not queues:
             return False
         kind, host, queue = self.random.choice(queues)
@@ -114,8 +124,13 @@ class Job:
         if kind == "up":
             if message.src.host in self.hosts:
                 self.caster.take(message)
-        elif kind == "direct" or message.kind == "share":
+        elif kind == "direct":
             self.hosts[host].take(message)
+        elif message == "above":
+            parent, child, link = host
+            self.tell(child, "tree_linked", parent=parent, link=link)
+        else:
+            self.hosts[host[1]].share(message)
         return True
 
     def heartbeat(self) -> None:
@@ -138,20 +153,27 @@ class Job:
     def settle(self) -> None:
         """Let everything arrive that ever will."""
         for _ in range(6):
-            while self.deliver():
-                pass
-            for name, host in self.hosts.items():
-                self.caster.heard(name, host.order.last)
-            self.caster.beat()
+            self.one_beat()
+
+    def one_beat(self) -> None:
+        while self.deliver():
+            pass
+        for name, host in self.hosts.items():
+            self.caster.heard(name, host.order.last)
+        self.caster.beat()
+
+    def unlinked(self) -> list[str]:
+        tree = self.caster.tree
+        return [host for host in self.hosts if not tree.linked(host) and tree.parent(host) is not None]
 
 
 @pytest.mark.parametrize("fanout", [1, 2, 3])
 def test_everybody_alive_gets_everything_once_and_in_order(fanout: int) -> None:
-    shared = 0
+    shared = again = 0
     for seed in range(32):
         job = Job(seed, 9, fanout)
         actions = [job.one_direct, job.one_cast, job.heartbeat, job.caster.beat]
-        weights = [2, 3, 1, 0.3]
+        weights = [2, 3, 3, 1]
         if seed % 4:
             actions += [job.break_an_edge, job.lose_a_host, job.join]
             weights += [0.1, 0.1, 0.1]
@@ -167,7 +189,17 @@ def test_everybody_alive_gets_everything_once_and_in_order(fanout: int) -> None:
             assert host.got == host.wanted, (seed, host.name)
         assert not job.caster._kept, seed
         shared += sum(job.caster.tree.linked(host) for host in job.hosts)
+        again += sum(host.link > 1 for host in job.hosts.values())
+        for _ in range(2 * MOST_BEATS):
+            if job.unlinked():
+                job.one_beat()
+        assert not job.unlinked(), "what was cut off is linked again"
+        job.one_cast()
+        job.settle()
+        for host in job.hosts.values():
+            assert host.got == host.wanted, (seed, host.name)
     assert shared > 50, "casts went down a tree"
+    assert again > 50, "some were linked again while it went on"
 
 
 class Source:
