@@ -86,6 +86,16 @@ def _rate(context: click.Context, parameter: click.Parameter, value: float) -> f
     help="Folder of a run that was ended early: go on with it from its saved state. Options of training that are not "
     "given are as before; --tokens, --lr, --min-replicas and the deadlines may be others.",
 )
+@click.option(
+    "--save-every",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Committed syncs from one save of the state to the next; 0: save only when the run is asked to end.",
+)
+@click.option(
+    "--keep-saves", type=click.IntRange(1), default=2, show_default=True, help="How many saved states are kept."
+)
 @click.option("--partition", help="Slurm partition.")
 @click.option("--account", help="Slurm account.")
 @click.option("--qos", help="Slurm QOS.")
@@ -193,6 +203,8 @@ _CONFIG_OPTIONS = (
     "seed",
     "step_deadline",
     "sync_deadline",
+    "save_every",
+    "keep_saves",
 )
 
 _SLURM_OPTIONS = (

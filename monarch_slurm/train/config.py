@@ -42,6 +42,8 @@ class TrainConfig:
         quorum_timeout: seconds after which waiting for a quorum kills the trainer.
         step_deadline: seconds that one inner step may take before the replica counts as hung.
         sync_deadline: seconds that one sync may take before the replica counts as hung.
+        save_every: committed syncs from one save of the state to the next; 0 saves only when the run is asked to end.
+        keep_saves: how many saved states are kept.
         verify_state: hash the state on both sides of a transfer (sha256 over every tensor's bytes).
     """
 
@@ -72,6 +74,8 @@ class TrainConfig:
     quorum_timeout: float = 600.0
     step_deadline: float = 10.0
     sync_deadline: float = 60.0
+    save_every: int = 0
+    keep_saves: int = 2
     verify_state: bool = True
 
     @property
@@ -99,6 +103,7 @@ class Place:
         rank. store_address: IP address of the replica's rank 0.
         device: index of the rank's GPU among those of its host; it is taken modulo their number.
         saved: the state that the run went on from; None if it began anew.
+        folder: of the run, for its saved states.
         committed_step: the highest ``step`` of a committed sync that the supervisor has seen in the run so far. A
         trainer
             that meets a quorum which knows less raises instead of training from the start again.
@@ -115,3 +120,4 @@ class Place:
     committed_step: int = 0
     device: int = 0
     saved: SavedState | None = None
+    folder: str = ""

@@ -30,8 +30,9 @@ from monarch_slurm.train.events import Event, event
 from monarch_slurm.train.fault_tolerance import QuorumError, ReplicaManager, Sync, make_diloco
 from monarch_slurm.train.llama import CONFIGS, Llama, LlamaConfig, count_parameters, init_parameters, loss_function
 from monarch_slurm.train.replica import Replica, open_replica
-from monarch_slurm.train.saved import SavedStateError, read_state, state_path, write_state
+from monarch_slurm.train.saved import read_state
 from monarch_slurm.train.schedule import learning_rate, tokens_within_sync
+from monarch_slurm.train.writing import StateWriter
 
 _EVALUATIONS = 25  # validation losses in a run without failures, about
 _JOIN_ATTEMPTS = 3  # donors that may die under a joining replica before it gives up
@@ -50,8 +51,8 @@ class Engine(Protocol):
     def let_go(self, patience: float) -> bool:
         """Stop to wait for peers if that takes longer than ``patience`` seconds; for any thread."""
 
-    def save_soon(self, folder: str) -> None:
-        """Save the state into the run's ``folder`` at the next opportunity; for any thread."""
+    def save_soon(self) -> None:
+        """Save the state into the run's folder at the next opportunity; for any thread."""
 
 
 class NonFiniteLossError(MonarchSlurmError):
@@ -122,8 +123,8 @@ class LlamaEngine:
         self._loss = math.nan
         self._manager: ReplicaManager | None = None
         self._replica: Replica | None = None
-        self._save_to: str | None = None
-        self._saved_step = -1
+        self._asked_to_save = self._save_due = False
+        self._writer = StateWriter(place.replica, place.rank)
         self._sampler_at_sync = 0
 
     def __repr__(self) -> str:
@@ -167,13 +168,13 @@ class LlamaEngine:
         """
         return self._manager is not None and self._manager.group.let_go(patience)
 
-    def save_soon(self, folder: str) -> None:
+    def save_soon(self) -> None:
         """Save the state before the next inner step, and again after every sync from then on; for any thread.
 
         What is saved is the state as of the last committed sync: the steps since then are done again when it is loaded.
         Each save is told by a ``saved`` event.
         """
-        self._save_to = folder
+        self._asked_to_save = True
 
     def _build(self) -> None:
         config, place = self._config, self._place
@@ -221,24 +222,33 @@ class LlamaEngine:
         decay = self._config.weight_decay
         return torch.optim.AdamW(groups, lr=self._config.lr, betas=(0.9, 0.95), weight_decay=decay, fused=True)
 
-    def _save_if_asked(self) -> None:
-        if self._save_to is None or self._saved_step == self._step or self._step == 0:
-            return
+    def _save_if_wanted(self) -> None:
+        """Save if somebody has asked for it, and wait until it is done; or if it is time to, and train on meanwhile."""
+        asked = self._asked_to_save and self._step > 0
+        if asked and self._writer.step == self._step and not self._writer.busy:
+            asked = False  # it is on the disk already
+        if asked:
+            self._enter("save")
+        self._tell_saved(wait=asked)
+        due, self._save_due = self._save_due and not self._writer.busy, False
+        if (asked or due) and self._writer.step != self._step:
+            self._enter("save")
+            self._writer.begin(Path(self._place.folder), self._step, self._state_to_save())
+            self._tell_saved(wait=asked)
+        self._enter("compute")
+
+    def _state_to_save(self) -> dict[str, Any]:
         assert self._manager is not None
-        self._enter("save")
-        began = time.time()
-        self._saved_step = self._step
         tree = self._manager.full_state()
         # The parameters as of the last sync are DiLoCo's; the inner optimizer's moments are as they are now.
         del tree["user"]["trainer"]["model"]
         tree["user"]["trainer"]["sampler"] = {"step": self._sampler_at_sync}
-        path = state_path(Path(self._save_to), self._step, self._place.rank)
-        try:
-            sha256, count = write_state(path, tree)
-            self._emit("saved", step=self._step, sha256=sha256, bytes=count, seconds=time.time() - began)
-        except SavedStateError as error:  # the run itself can go on, and another replica may fare better
-            self._emit("saved", step=self._step, error=str(error), seconds=time.time() - began)
-        self._enter("compute")
+        return tree
+
+    def _tell_saved(self, wait: bool) -> None:
+        told = self._writer.take(wait)
+        if told is not None:
+            self._emit("saved", **told)
 
     def _resume(self) -> None:
         """Load the state that the run goes on from, unless the other replicas are beyond it already."""
@@ -307,7 +317,7 @@ class LlamaEngine:
 
     def _inner_step(self) -> None:
         assert self._manager is not None
-        self._save_if_asked()
+        self._save_if_wanted()
         self._step_began = time.time()
         self._local_step += 1
         rate = learning_rate(self._expected_tokens(), self._config)
@@ -365,8 +375,11 @@ class LlamaEngine:
             # All replicas hold the same parameters now; one of them evaluates, and the next sync waits for it.
             interval = self._config.tokens_per_sync * self._config.replicas * _EVALUATIONS
             due = step % math.ceil(self._config.tokens / interval) == 0
-            if due and self._manager.participating_rank() == 0:
+            first = self._manager.participating_rank() == 0
+            if due and first:
                 self._evaluate(step)
+            # All ranks of one replica save, and what they hold is of the same sync.
+            self._save_due = first and self._config.save_every > 0 and step % self._config.save_every == 0
         self._enter("compute")
 
     @torch.no_grad()

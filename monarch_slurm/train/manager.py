@@ -6,6 +6,7 @@ shows them, injects failures by schedule, and decides when the run is over.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -23,10 +24,12 @@ from monarch_slurm.errors import ConfigError, MonarchSlurmError
 from monarch_slurm.train.config import TrainConfig
 from monarch_slurm.train.events import Event, event
 from monarch_slurm.train.injection import Injection
-from monarch_slurm.train.saved import SavedState, mark_saved
+from monarch_slurm.train.saved import SavedState, SavedStateError, mark_saved
 from monarch_slurm.train.saving import Saving
 from monarch_slurm.train.supervisor import TRAINER_ENV, ReplicaActor, RestartPolicy
 from monarch_slurm.train.trainer import LighthouseActor
+
+logger = logging.getLogger(__name__)
 
 JOURNAL = "journal.jsonl"
 
@@ -89,7 +92,9 @@ class Run:
         self._saved = saved
         self._first_generation = max((e["generation"] + 1 for e in history if "generation" in e), default=0)
         self._replicas = [_ReplicaState(generation=self._first_generation) for _ in range(config.replicas)]
-        self._saving: Saving | None = None
+        self._saving = Saving(str(self._folder), config.procs_per_replica)
+        self._committed = 0 if saved is None else saved.step
+        self._wanted_step: int | None = None
         self._save_wanted, self._save_over = threading.Event(), threading.Event()
         self._following = False
         self._faults: queue.SimpleQueue[MeshFailure] = queue.SimpleQueue()
@@ -174,9 +179,8 @@ class Run:
         )
         self._take(event("lighthouse", address=url))
         port, receiver = Channel.open()
-        self._supervisors = supervisor_procs.spawn(
-            "replica", ReplicaActor, config, shares, url, self._policy, port, self._first_generation, self._saved
-        )
+        arguments = (config, shares, url, self._policy, port, self._first_generation, self._saved, str(self._folder))
+        self._supervisors = supervisor_procs.spawn("replica", ReplicaActor, *arguments)
         _started(self._supervisors.start.call(), "the supervisors of the replicas", home)
         return receiver
 
@@ -197,22 +201,31 @@ class Run:
     def _save_due(self) -> None:
         if not self._save_wanted.is_set() or self._save_over.is_set():
             return
-        if self._saving is None:
-            self._saving = Saving(str(self._folder), self._config.procs_per_replica)
+        if self._wanted_step is None:
+            self._wanted_step = self._committed
+        if self._saved is not None and self._saved.step >= self._wanted_step:
+            self._save_over.set()
+            return
         training = [i for i, replica in enumerate(self._replicas) if replica.training and not replica.lost]
         replica = self._saving.next_replica(training, time.monotonic())
         if replica is not None:
-            self._supervisors.slice(replicas=replica).save.broadcast(str(self._folder))
+            self._supervisors.slice(replicas=replica).save.broadcast()
         elif self._saving.is_hopeless(training, time.monotonic()):
             self._save_over.set()
 
     def _take_saved(self, item: Event) -> None:
-        whole = self._saving.take(item) if self._saving is not None else None
-        if whole is not None and (self._saved is None or whole.step > self._saved.step):
-            mark_saved(whole)
-            self._saved = whole
-            self._take(event("state_saved", step=whole.step))
-            self._save_over.set()
+        if "error" in item:
+            logger.warning("replica %d could not save: %s", item["replica"], item["error"])
+        whole = self._saving.take(item)
+        if whole is None or (self._saved is not None and whole.step <= self._saved.step):
+            return
+        try:
+            mark_saved(whole, self._config.keep_saves)
+        except SavedStateError as error:  # the run goes on, and so do the states that were saved before
+            logger.warning("%s", error)
+            return
+        self._saved = whole
+        self._take(event("state_saved", step=whole.step))
 
     def _take(self, item: Event) -> None:
         self.events.append(item)
@@ -236,12 +249,12 @@ class Run:
             state.training = True  # it holds a state that is worth being saved
         elif kind == "sync" and item["committed"]:
             state.training = True
+            self._committed = max(self._committed, item["step"])
             if self._began is None and all(replica.training for replica in self._replicas):
                 self._began = time.monotonic()
         elif kind in ("detected", "respawn"):
             state.training = False
-            if self._saving is not None:
-                self._saving.lost(item["replica"])
+            self._saving.lost(item["replica"])
         elif kind == "finished":
             state.finished.add(item["rank"])
             self._first_finished = self._first_finished or time.monotonic()

@@ -2,7 +2,7 @@
 
 One replica's state is enough. Each of its ranks writes a file of its own, in the format in which states travel between
 replicas (`monarch_slurm.train.state`); nothing is pickled. When all ranks have, the manager names the files and their
-hashes in ``state.json``, which is what makes them count: a save that was cut short leaves the one before it in force.
+hashes in ``state.json``, which is what makes them count: a save that was cut short leaves the ones before it in force.
 """
 
 from __future__ import annotations
@@ -34,35 +34,49 @@ class SavedState:
     Attributes:
         folder: of the run, absolute.
         step: committed syncs that it holds.
-        sha256: hash of the state of each rank of a replica, by rank.
+        replica: that has saved it.
+        sha256: hash of the state of each of its ranks, by rank.
+        sizes: of their files, bytes.
     """
 
     folder: str
     step: int
+    replica: int
     sha256: tuple[str, ...]
+    sizes: tuple[int, ...]
 
     def path(self, rank: int) -> Path:
         """Return the file of ``rank``."""
-        return state_path(Path(self.folder), self.step, rank)
+        return state_path(Path(self.folder), self.step, self.replica, rank)
+
+    def missing(self) -> Path | None:
+        """Return a file of it that is not there, or not as long as it was; None if there is none."""
+        for rank, size in enumerate(self.sizes):
+            path = self.path(rank)
+            try:
+                if path.stat().st_size != size:
+                    return path
+            except OSError:
+                return path
+        return None
 
 
-def state_path(folder: Path, step: int, rank: int) -> Path:
-    """Return where the state of ``rank`` at ``step`` goes in the run's ``folder``."""
-    return folder / _FOLDER / f"step-{step}" / f"rank-{rank}.state"
+def state_path(folder: Path, step: int, replica: int, rank: int) -> Path:
+    """Return where the state of a rank at ``step`` goes in the run's ``folder``."""
+    return folder / _FOLDER / f"step-{step}" / f"replica-{replica}" / f"rank-{rank}.state"
 
 
-def write_state(path: Path, tree: Any) -> tuple[str, int]:
-    """Write a trainer's state (see `monarch_slurm.train.state`) so that ``path`` is whole, and on the disk, or absent.
+def write_snapshot(path: Path, copy: Any) -> tuple[str, int]:
+    """Write what `monarch_slurm.train.state.snapshot` returned so that ``path`` is whole, and on the disk, or absent.
 
     Returns:
-        Its sha256 and the bytes of its tensors.
+        The sha256 of the state and the size of the file in bytes.
 
     Raises:
         SavedStateError: it cannot be written.
     """
     from monarch_slurm.train import state
 
-    copy = state.snapshot(tree)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -72,13 +86,14 @@ def write_state(path: Path, tree: Any) -> tuple[str, int]:
                 file.write(state.raw_bytes(tensor))
             file.flush()
             os.fsync(file.fileno())
+            size = file.tell()
         aside.replace(path)
         _sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             aside.unlink()
         raise SavedStateError(f"cannot save the state in {path}: {error.strerror}") from error
-    return state.digest(copy), state.size(copy)
+    return state.digest(copy), size
 
 
 def read_state(path: Path, sha256: str) -> Any:
@@ -106,12 +121,15 @@ def read_state(path: Path, sha256: str) -> Any:
     except state.StateError as error:
         raise SavedStateError(f"the saved state {path} is damaged: {error}") from error
     if state.digest(tree) != sha256:
-        raise SavedStateError(f"the saved state {path} is damaged: its hash is not that of what was saved")
+        raise SavedStateError(
+            f"the saved state {path} is damaged: its hash is not that of what was saved; remove it to go on from the "
+            "state before, if there is one"
+        )
     return tree
 
 
-def mark_saved(saved: SavedState) -> None:
-    """Make ``saved`` the state that the run goes on from, and remove older ones.
+def mark_saved(saved: SavedState, keep: int = 1) -> None:
+    """Make ``saved`` the state that the run goes on from; remove all older ones but the newest ``keep - 1``.
 
     Raises:
         SavedStateError: the run's folder cannot be written.
@@ -119,33 +137,65 @@ def mark_saved(saved: SavedState) -> None:
     folder = Path(saved.folder)
     path = folder / SAVED_FILE
     aside = path.with_name(f".{path.name}.{os.getpid()}")
+    older = [state for state in _named(folder) if state.step < saved.step][: keep - 1]
+    fields = [
+        {"step": state.step, "replica": state.replica, "sha256": state.sha256, "bytes": state.sizes}
+        for state in (saved, *older)
+    ]
     try:
         with aside.open("w") as file:
-            json.dump({"step": saved.step, "sha256": saved.sha256}, file)
+            json.dump({"states": fields}, file)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)
         _sync_folder(folder)
     except OSError as error:
         raise SavedStateError(f"cannot save the state in {path}: {error.strerror}") from error
+    kept = {state.step for state in older}
     for old in (folder / _FOLDER).iterdir():
         match = _STEP.fullmatch(old.name)
-        if match is not None and int(match.group(1)) < saved.step:
+        if match is not None and int(match.group(1)) < saved.step and int(match.group(1)) not in kept:
             shutil.rmtree(old, ignore_errors=True)
 
 
 def find_saved(folder: Path) -> SavedState | None:
-    """Return the state that the run in ``folder`` goes on from; None if none was saved.
+    """Return the newest state that the run in ``folder`` can go on from; None if none was saved.
+
+    A state whose files are not all there, and as long as they were, is passed over. That their content is what was
+    saved is seen when they are read.
 
     Raises:
-        SavedStateError: ``state.json`` makes no sense.
+        SavedStateError: ``state.json`` makes no sense, or no state that it names is whole.
     """
+    states = _named(folder)
+    missing = [state.missing() for state in states]
+    for state, path in zip(states, missing, strict=True):
+        if path is None:
+            return state
+    if not states:
+        return None
+    raise SavedStateError(
+        f"no saved state of the run in {folder} is whole: {missing[0]} is cut short or not there; "
+        f"remove {folder / SAVED_FILE} to begin the run anew"
+    )
+
+
+def _named(folder: Path) -> list[SavedState]:
+    """Return the states that ``state.json`` names, the newest first."""
     path = folder / SAVED_FILE
     try:
-        told = json.loads(path.read_text())
-        return SavedState(str(folder.absolute()), int(told["step"]), tuple(map(str, told["sha256"])))
+        return [
+            SavedState(
+                str(folder.absolute()),
+                int(told["step"]),
+                int(told["replica"]),
+                tuple(map(str, told["sha256"])),
+                tuple(map(int, told["bytes"])),
+            )
+            for told in json.loads(path.read_text())["states"]
+        ]
     except FileNotFoundError:
-        return None
+        return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SavedStateError(f"cannot read {path} ({error}); remove it to begin the run anew") from error
 

@@ -12,7 +12,7 @@ PATIENCE = 30.0
 
 
 class Saving:
-    """One save, from the wish to the state that counts.
+    """The saves of a run: which replica is asked for one, and which states are whole.
 
     Args:
         folder: of the run.
@@ -23,7 +23,7 @@ class Saving:
         self._folder = folder
         self._ranks = ranks
         self._asked: dict[int, float] = {}
-        self._hashes: dict[tuple[int, int], dict[int, str]] = {}
+        self._files: dict[tuple[int, int], dict[int, tuple[str, int]]] = {}
 
     def next_replica(self, training: Sequence[int], now: float) -> int | None:
         """Return the replica that is to be asked now, None for none: one at a time, as long as it trains and is quick.
@@ -46,6 +46,7 @@ class Saving:
     def lost(self, replica: int) -> None:
         """The processes of ``replica`` have ended; new ones know nothing of the wish."""
         self._asked.pop(replica, None)
+        self._files = {key: files for key, files in self._files.items() if key[0] != replica}
 
     def take(self, event: Event) -> SavedState | None:
         """Take in a ``saved`` event; return the state that is whole now, if one is.
@@ -55,8 +56,11 @@ class Saving:
         """
         if "error" in event:
             return None
-        found = self._hashes.setdefault((event["replica"], event["step"]), {})
-        found[event["rank"]] = event["sha256"]
+        replica, step = event["replica"], event["step"]
+        found = self._files.setdefault((replica, step), {})
+        found[event["rank"]] = (event["sha256"], event["bytes"])
         if len(found) < self._ranks:
             return None
-        return SavedState(self._folder, event["step"], tuple(found[rank] for rank in range(self._ranks)))
+        self._files = {key: files for key, files in self._files.items() if key[1] > step}
+        hashes, sizes = zip(*(found[rank] for rank in range(self._ranks)), strict=True)
+        return SavedState(self._folder, step, replica, hashes, sizes)

@@ -97,6 +97,7 @@ class ReplicaActor(Actor):
         events: where the events of the replica go, its trainers' included.
         first_generation: number of the first start of the trainers; in a run that goes on, earlier ones are taken.
         saved: the state that the run goes on from; None begins anew.
+        folder: of the run.
     """
 
     def __init__(
@@ -108,8 +109,10 @@ class ReplicaActor(Actor):
         events: Port[Event],
         first_generation: int = 0,
         saved: SavedState | None = None,
+        folder: str = "",
     ) -> None:
         self._saved = saved
+        self._folder = folder
         self._config = config
         self._replica = current_rank().rank
         self._hosts = hosts[self._replica]
@@ -158,11 +161,11 @@ class ReplicaActor(Actor):
             generation.pulses.peer_lost.broadcast(PEER_LOST_PATIENCE)
 
     @endpoint
-    async def save(self, folder: str) -> None:
-        """Have the trainers save their state into the run's ``folder``; they tell by ``saved`` events."""
+    async def save(self) -> None:
+        """Have the trainers save their state into the run's folder; they tell by ``saved`` events."""
         generation = self._generation
         if generation is not None and not generation.over:
-            generation.pulses.save.broadcast(folder)
+            generation.pulses.save.broadcast()
 
     @endpoint
     async def stop_replica(self) -> None:
@@ -212,6 +215,7 @@ class ReplicaActor(Actor):
             self._slot * per_host,
             port,
             self._saved,
+            self._folder,
         )
         failures = procs.spawn("failure", FailureActor)
         pulses = procs.spawn("pulse", PulseActor)

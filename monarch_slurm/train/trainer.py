@@ -33,6 +33,7 @@ class TrainerActor(Actor):
         first_device: index of the GPU of the first trainer of this replica on each of its hosts.
         events: where events go.
         saved: the state that the run went on from.
+        folder: of the run.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class TrainerActor(Actor):
         first_device: int,
         events: Port[Event],
         saved: SavedState | None = None,
+        folder: str = "",
     ) -> None:
         self._saved = saved
+        self._folder = folder
         self._config = config
         self._replica = replica
         self._generation = generation
@@ -82,6 +85,7 @@ class TrainerActor(Actor):
             self._committed_step,
             self._first_device + context().actor_instance.rank["gpus"],
             self._saved,
+            self._folder,
         )
         _engine = LlamaEngine(self._config, place, self._events.send, check_injected)
         _engine.run()
@@ -101,10 +105,10 @@ class PulseActor(Actor):
             self.logger.warning("left a collective with a replica whose host is lost")
 
     @endpoint
-    def save(self, folder: str) -> None:
-        """Have the trainer save its state into the run's ``folder``."""
+    def save(self) -> None:
+        """Have the trainer save its state into the run's folder."""
         if _engine is not None:
-            _engine.save_soon(folder)
+            _engine.save_soon()
 
 
 class LighthouseActor(Actor):

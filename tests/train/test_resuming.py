@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     ]
     (tmp_path / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events) + '{"kind":')
     (tmp_path / "state").mkdir()
-    mark_saved(SavedState(str(tmp_path), 2, ("0",)))
+    mark_saved(SavedState(str(tmp_path), 2, 0, (), ()))
     return tmp_path
 
 

@@ -140,6 +140,45 @@ def wait_for_syncs(out: Path, process: subprocess.Popen[str], count: int = 1) ->
         time.sleep(0.05)
 
 
+def saved_steps(folder: Path) -> list[int]:
+    """The steps that the run in ``folder`` could go on from, the newest first."""
+    path = folder / "state.json"
+    return [state["step"] for state in json.loads(path.read_text())["states"]] if path.exists() else []
+
+
+def test_a_run_whose_controller_is_killed_goes_on_from_its_newest_whole_state(tmp_path: Path) -> None:
+    options = ["--replicas", "2", "--procs-per-replica", "2", "--sync-every", "5", "--save-every", "2"]
+    process = start(tmp_path, *options, "--tokens", "100000000")
+    wait_for_syncs(tmp_path, process)
+    (folder,) = tmp_path.iterdir()
+    deadline = time.monotonic() + 120
+    while len(saved_steps(folder)) < 2 or saved_steps(folder)[1] == 2:  # so that older ones have been removed, too
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    while left_behind(tmp_path):
+        assert time.monotonic() < deadline, left_behind(tmp_path)
+        time.sleep(0.1)
+    newest, older = saved_steps(folder)
+    assert newest % 2 == older % 2 == 0
+    assert newest > older
+    (damaged,) = (folder / "state" / f"step-{newest}").glob("*/rank-1.state")
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+
+    tokens = str((older + 6) * 2 * 2 * 5 * 4 * 64)  # of six further syncs
+    process = start(tmp_path, "--resume", str(folder), "--tokens", tokens)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert f"going on with run {folder.name} from step {older}" in output
+    report = report_in(tmp_path)
+    assert (report["summary"]["ok"], report["summary"]["final_states_equal"]) == (True, True)
+    assert [start["step"] for start in report["starts"]] == [0, older]
+    assert saved_steps(folder)[0] > older
+    assert not left_behind(tmp_path)
+
+
 def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path: Path) -> None:
     # Deadlines that a loaded machine keeps: nothing is to fail here.
     options = ["--replicas", "2", "--procs-per-replica", "2", "--step-deadline", "60", "--sync-deadline", "120"]
@@ -149,7 +188,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75, output
     (folder,) = tmp_path.iterdir()
-    step = json.loads((folder / "state.json").read_text())["step"]
+    step = saved_steps(folder)[0]
     assert f"saved at step {step}; the same command with --resume {folder} goes on" in output
     assert report_in(tmp_path)["summary"]["ok"] is False
 

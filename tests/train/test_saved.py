@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,20 +13,22 @@ from monarch_slurm.train.saved import (
     mark_saved,
     read_state,
     state_path,
-    write_state,
+    write_snapshot,
 )
 from monarch_slurm.train.saving import PATIENCE, Saving
+from monarch_slurm.train.writing import StateWriter
 
 pytestmark = pytest.mark.train
 
 TREE = {"user": {"weights": [torch.arange(6.0).reshape(2, 3), torch.tensor([1], dtype=torch.int8)], "lr": 0.5}, "n": 7}
 
 
-def save(folder: Path, step: int) -> SavedState:
-    sha256, count = write_state(state_path(folder, step, 0), TREE)
-    assert count == 25
-    saved = SavedState(str(folder), step, (sha256,))
-    mark_saved(saved)
+def save(folder: Path, step: int, keep: int = 1) -> SavedState:
+    path = state_path(folder, step, 2, 0)
+    sha256, size = write_snapshot(path, TREE)
+    assert size == path.stat().st_size
+    saved = SavedState(str(folder), step, 2, (sha256,), (size,))
+    mark_saved(saved, keep)
     return saved
 
 
@@ -38,7 +41,45 @@ def test_a_state_comes_back_and_replaces_older_ones(tmp_path: Path) -> None:
     assert torch.equal(tree["user"]["weights"][0], TREE["user"]["weights"][0])  # type: ignore[index]
     assert (tree["user"]["lr"], tree["n"]) == (0.5, 7)
     assert [path.name for path in (tmp_path / "state").iterdir()] == ["step-10"]
-    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "state" / "step-10").iterdir())
+    assert saved.path(0).stat().st_mode & 0o077 == 0
+
+
+def steps(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "state").iterdir())
+
+
+def test_the_newest_state_that_is_whole_is_gone_on_with(tmp_path: Path) -> None:
+    saved = {step: save(tmp_path, step, keep=3) for step in (2, 4, 6, 8)}
+    assert steps(tmp_path) == ["step-4", "step-6", "step-8"]
+    saved[8].path(0).unlink()
+    saved[6].path(0).write_bytes(saved[6].path(0).read_bytes()[:-1])
+    assert find_saved(tmp_path) == saved[4]
+    save(tmp_path, 5, keep=3)  # the run has gone on from there; what was saved beyond counts no more
+    state_path(tmp_path, 8, 2, 0).touch()
+    assert json.loads((tmp_path / "state.json").read_text())["states"][1]["step"] == 4
+    for step in (4, 5):
+        state_path(tmp_path, step, 2, 0).unlink()
+    with pytest.raises(SavedStateError, match=r"no saved state .* is whole: .*/step-5/replica-2/rank-0.state is cut"):
+        find_saved(tmp_path)
+
+
+def test_a_state_is_written_while_the_trainer_goes_on(tmp_path: Path) -> None:
+    writer = StateWriter(2, 0)
+    assert writer.take() is None
+    weights = torch.arange(6.0)
+    writer.begin(tmp_path, 3, {"weights": weights})
+    weights += 1
+    told = writer.take(wait=True)
+    assert told is not None
+    assert (told["step"], writer.step, writer.busy) == (3, 3, False)
+    tree = read_state(state_path(tmp_path, 3, 2, 0), told["sha256"])
+    assert tree["weights"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert writer.take(wait=True) is None
+    (tmp_path / "state" / "step-4").write_text("a file in the way")
+    writer.begin(tmp_path, 4, {"weights": weights})
+    told = writer.take(wait=True)
+    assert told is not None
+    assert "cannot save the state in" in told["error"]
 
 
 @pytest.mark.parametrize(
@@ -60,8 +101,8 @@ def test_what_is_damaged_is_not_loaded(tmp_path: Path, damage, said: str) -> Non
 
 def test_a_state_that_cannot_be_written_leaves_nothing_and_is_told(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file in the way")
-    with pytest.raises(SavedStateError, match=r"cannot save the state in .*/state/step-1/rank-0"):
-        write_state(state_path(tmp_path, 1, 0), TREE)
+    with pytest.raises(SavedStateError, match=r"cannot save the state in .*/state/step-1/replica-0/rank-0"):
+        write_snapshot(state_path(tmp_path, 1, 0, 0), TREE)
 
 
 def test_a_marker_that_makes_no_sense_is_told(tmp_path: Path) -> None:
@@ -71,7 +112,8 @@ def test_a_marker_that_makes_no_sense_is_told(tmp_path: Path) -> None:
 
 
 def saved_event(replica: int, rank: int, step: int) -> dict[str, object]:
-    return {"kind": "saved", "replica": replica, "rank": rank, "step": step, "sha256": f"{step}.{rank}"}
+    files = {"sha256": f"{step}.{rank}", "bytes": 10 + rank}
+    return {"kind": "saved", "replica": replica, "rank": rank, "step": step, **files}
 
 
 def test_one_replica_is_asked_and_another_if_it_fails_or_is_slow() -> None:
@@ -93,4 +135,8 @@ def test_a_state_is_whole_when_all_ranks_have_saved_the_same_step() -> None:
     assert saving.take(saved_event(0, 1, 5)) is None
     assert saving.take({**saved_event(0, 0, 5), "error": "no space"}) is None
     assert saving.take(saved_event(1, 0, 5)) is None
-    assert saving.take(saved_event(0, 0, 5)) == SavedState("/run", 5, ("5.0", "5.1"))
+    assert saving.take(saved_event(0, 0, 5)) == SavedState("/run", 5, 0, ("5.0", "5.1"), (10, 11))
+    assert saving.take(saved_event(0, 0, 6)) is None
+    saving.lost(0)
+    assert saving.take(saved_event(0, 1, 6)) is None  # of other processes than rank 0 was
+    assert saving.take(saved_event(0, 0, 6)) == SavedState("/run", 6, 0, ("6.0", "6.1"), (10, 11))
