@@ -269,6 +269,8 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf
 PriorityType=priority/basic
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+# a job that is preempted gets the signal of its --signal at once, as near its time limit
+SlurmctldParameters=preempt_send_user_signal
 JobRequeue=1
 MaxArraySize=10001
 JobCompType=jobcomp/filetxt
@@ -288,6 +290,8 @@ CONF
         echo "PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=60 State=UP OverSubscribe=NO"
         # jobs of this one preempt those of the other
         echo "PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE DefaultTime=60 State=UP OverSubscribe=NO"
+        # jobs of this one have time between the notice and the end
+        echo "PartitionName=graceful Nodes=ALL GraceTime=120 MaxTime=INFINITE DefaultTime=60 State=UP OverSubscribe=NO"
         [ -z "$EXTRA" ] || cat "$EXTRA"
     } >"$DIR/etc/slurm.conf"
     if [ "$DB" = 1 ]; then

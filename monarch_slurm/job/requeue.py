@@ -49,10 +49,10 @@ def requeue(job_id: int, signals: Signals, run: Run = ask_quickly) -> bool:
         else:
             said = done.stderr.strip()
             answered = "Unable to contact" not in said and "Connection" not in said
-            if done.returncode < 0:
-                return True  # Slurm's SIGTERM reached scontrol before its answer did
-            if done.returncode == 0:
+            if done.returncode <= 0:
                 logger.warning("the program has saved; Slurm starts the job again")
+                if done.returncode < 0:
+                    return True  # Slurm's SIGTERM reached scontrol before its answer did
                 deadline = time.monotonic() + END_SECONDS
                 while not signals.stop and time.monotonic() < deadline:
                     signals.wait(CHECK_SECONDS)

@@ -15,8 +15,8 @@ from monarch_slurm.job import JobEndedError, Phase, SlurmJob, follow
 Program = Callable[[str], list[str]]
 
 
-def submit(program: Program, requeue: bool = True) -> SlurmJob:
-    job = SlurmJob({"hosts": 2}, requeue=requeue)
+def submit(program: Program, requeue: bool = True, partition: str | None = None) -> SlurmJob:
+    job = SlurmJob({"hosts": 2}, requeue=requeue, partition=partition)
     job.apply(program(COUNTS))
     wait_until(lambda: "counts from 0" in read(job.folder / "controller.log"), "the program")
     return job
@@ -54,6 +54,17 @@ def test_a_job_that_is_preempted_saves_and_goes_on(cluster: Cluster, program: Pr
     urgent = ["srun", "--partition=urgent", "--nodes=4", "--exclusive", "hostname"]
     assert sorted(cluster.run(*urgent).split()) == list(cluster.nodes)
     finish(cluster, job)
+
+
+@pytest.mark.slow
+def test_a_job_that_is_preempted_with_notice_saves_and_is_requeued_once(cluster: Cluster, program: Program) -> None:
+    job = submit(program, partition="graceful")
+    cluster.run("srun", "--partition=urgent", "--nodes=4", "--exclusive", "hostname")
+    finish(cluster, job)
+    said = read(job.folder / "batch.log")
+    assert "a preemption is near: asking the program to end" in said
+    assert "Slurm starts the job again" in said  # as we have asked it to, before it would have done so by itself
+    assert " Restarts=1 " in cluster.run("scontrol", "show", "job", "-o", str(job.job_id))
 
 
 def test_a_job_that_is_requeued_leaves_a_drained_node_with_all_that_it_had(cluster: Cluster, program: Program) -> None:
