@@ -136,6 +136,13 @@ class RunState:
         cause = units.one_line(event.get("cause"))
         return [Notice(t, "bad", f"{text}: {cause}" if cause else text)]
 
+    def _on_state_saved(self, t: float, event: dict[str, Any]) -> list[Notice]:
+        return [Notice(t, "info", f"saved at step {units.index(event.get('step'), 0)}")]
+
+    def _on_saved(self, t: float, event: dict[str, Any], r: int, s: ReplicaState, generation: int) -> list[Notice]:
+        error = units.one_line(event.get("error"))
+        return [Notice(t, "warn", f"replica {r} could not save: {error}")] if error else []
+
     def _on_injected(self, t: float, event: dict[str, Any], r: int, s: ReplicaState, generation: int) -> list[Notice]:
         kind, rank = units.one_line(event.get("type"), 30) or "failure", units.index(event.get("rank"))
         s.injected = (generation, t, kind)

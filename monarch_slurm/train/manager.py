@@ -214,8 +214,6 @@ class Run:
             self._save_over.set()
 
     def _take_saved(self, item: Event) -> None:
-        if "error" in item:
-            logger.warning("replica %d could not save: %s", item["replica"], item["error"])
         whole = self._saving.take(item)
         if whole is None or (self._saved is not None and whole.step <= self._saved.step):
             return

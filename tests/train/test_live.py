@@ -88,6 +88,16 @@ class TestLines:
         assert "replica 1 lost for good: 3 failures in 60 s" in told
         assert "run ended early: too few replicas for a quorum" in told
 
+    def test_saves_and_those_that_fail(self):
+        of_rank = {"replica": 0, "rank": 0, "generation": 0, "step": 4}
+        events = [
+            {"kind": "saved", "t": T0, **of_rank, "sha256": "0", "bytes": 1, "seconds": 0.1},
+            {"kind": "state_saved", "t": T0 + 1, "step": 4},
+            {"kind": "saved", "t": T0 + 2, **of_rank, "step": 6, "error": "cannot save the state in /x: No space"},
+        ]
+        said = ["saved at step 4", "replica 0 could not save: cannot save the state in /x: No space"]
+        assert [line for line in lines_of(events) if "save" in line] == said
+
     def test_other_ranks_of_a_dead_replica_are_not_told(self):
         events = simulate(fail_at(2, 7.0), ranks=2)
         echo = {"kind": "detected", "t": T0 + 7.05, "replica": 2, "generation": 0, "rank": 1, "exit": "Exited(code=1)"}
