@@ -4,6 +4,7 @@
 - `procs`, `zygote`, `zygote_link`, `proc`, `orphans`: how a proc comes and goes, and what it leaves behind
 - `logs`, `output`, `exits`: what it printed, how it ended
 - `hub`: the controller's side: who has joined, who has died; `places`: who has taken whose place
+- `lease`, `doorbell`: whether the controller is still there
 - `kernel`: the Linux calls under all that
 """
 

@@ -96,7 +96,7 @@ class Agent:
         self._owners: dict[str, Address] = {}
         self._restartable: set[str] = set()
         self._places = Places()
-        self._lease = Lease(self._loop, folder, self._beat, self._controller_gone)
+        self._lease = Lease(self._loop, folder, self._beat, self._controller_gone, invitation.address)
         self._down = StreamLink(self._loop, self._from_proc, self._proc_fault, batch=True)
         self._down.listen(self._socket_path)
         log_dir = Path(settings().log_dir) if settings().log_dir else None

@@ -1,7 +1,8 @@
 """How long an agent goes on without its controller.
 
 The end of a controller on the same machine is seen at once, and of one that leaves in order its invitation vanishes.
-Any other that is silent for longer than the lease (setting ``mesh_orphan_timeout``) counts as gone.
+So does one that has attached to a worker, is silent and has its machine refuse connections: nothing listens there
+any more. Any other that is silent for longer than the lease (setting ``mesh_orphan_timeout``) counts as gone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from monarch_slurm.config import settings
+from monarch_slurm.host.doorbell import Doorbell
 from monarch_slurm.wire import Loop, Timer
 from monarch_slurm.wire.keys import CONTROLLER_FILE
 
@@ -24,15 +26,22 @@ class Lease:
         folder: job folder, whose ``controller.json`` vanishes when the controller ends; None if there is none.
         on_beat: called once per heartbeat interval while the lease holds.
         on_over: called with the reason when it is over.
+        address: where the controller listens, ``tcp://host:port``.
     """
 
     def __init__(
-        self, loop: Loop, folder: Path | None, on_beat: Callable[[], None], on_over: Callable[[str], None]
+        self,
+        loop: Loop,
+        folder: Path | None,
+        on_beat: Callable[[], None],
+        on_over: Callable[[str], None],
+        address: str,
     ) -> None:
         self._loop = loop
         self._folder = folder
         self._on_beat = on_beat
         self._on_over = on_over
+        self._doorbell = Doorbell(address)
         self._last_heard = loop.clock()
         self._next_beat: Timer | None = None
 
@@ -59,6 +68,8 @@ class Lease:
             self._on_over(f"nothing heard from the controller for {silence:.0f} s")
         elif silence > 2 * interval and self._controller_left():
             self._on_over(_ENDED)
+        elif silence > settings().missed_heartbeats * interval and self._folder is None and self._doorbell.is_gone():
+            self._on_over(f"{_ENDED}: nothing listens at its address any more")
         else:
             self._on_beat()
             self._next_beat = self._loop.call_later(interval, self.beat)

@@ -210,6 +210,26 @@ def test_a_worker_serves_one_program_at_a_time(
     waiting.stop().get(DEADLINE)
 
 
+def test_a_program_of_another_machine_that_is_killed_lets_go_at_once(
+    worker: Callable[..., Worker], key: str, program: Callable[..., Program]
+) -> None:
+    one = worker()
+    far_off = f"""
+    import monarch_slurm.host.hub
+    from monarch_slurm.config import configure
+    monarch_slurm.host.hub.pid_space = lambda: "another machine's"
+    configure(heartbeat_interval=0.2, mesh_orphan_timeout=None)
+    {SECOND.format(timeout=60, key=key, address=one.address).lstrip()}"""
+    first = program(far_off)
+    first.expect("procs")
+    family = descendants(one.process.pid)
+    first.process.send_signal(signal.SIGKILL)
+    waiting = attach_to_workers(private_key=key, workers=[one.address])
+    assert waiting.initialized.get(DEADLINE) is True
+    wait_gone(*family)
+    waiting.stop().get(DEADLINE)
+
+
 def test_a_worker_that_is_killed_takes_its_procs_along(worker: Callable[..., Worker], key: str, faults: Faults) -> None:
     one = worker()
     hosts = attach_to_workers(private_key=key, workers=[one.address])
