@@ -16,7 +16,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,6 +77,14 @@ class BatchPlan:
     session: bool = False
     step_name: str = HOST_STEP
     joins: str | None = None
+
+    def program_command(self, folder: JobFolder, node: str, group: int | None = None) -> list[str]:
+        """Return the command line of the program on the head node ``node``; ``group`` is the component of that."""
+        assert self.program is not None
+        if self.container is None:
+            return list(self.program)
+        command = self.container.wrap(self.program, folder.path)
+        return program_step(folder, node, group, command, self.container) if self.container.in_srun else command
 
     def host_command(self, folder: JobFolder, node: str, index: int, group: int | None = None) -> list[str]:
         """Return the command line of the step of host ``node``; ``group`` is its component of a heterogeneous job."""
@@ -142,7 +149,7 @@ class _Batch:
             if self._plan.program is None:
                 self._steps.start()
                 return self._watch_steps()
-            self._program = self._start_program(self._plan.program)
+            self._program = self._start_program()
             self._steps.start()
             return self._watch_program(self._program)
         except SecondHeadError:
@@ -168,7 +175,7 @@ class _Batch:
         cancel_all(self._folder)
         self._lock.release()
 
-    def _start_program(self, program: Sequence[str]) -> subprocess.Popen[bytes]:
+    def _start_program(self) -> subprocess.Popen[bytes]:
         log = os.open(self._folder.controller_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         env = {
             **os.environ,
@@ -176,11 +183,9 @@ class _Batch:
             BATCH_VARIABLE: "1",
             "PYTHONUNBUFFERED": "1",
         }
-        container = self._plan.container
-        command = list(program) if container is None else container.wrap(program, self._folder.path)
-        if container is not None and container.in_srun:
+        command = self._plan.program_command(self._folder, self._allocation.node_name, self._allocation.group_of(0))
+        if self._plan.container is not None and self._plan.container.in_srun:
             env = {**step_environment(env, self._folder)}
-            command = program_step(self._folder, self._allocation, command, container)
         try:
             return start_child(command, env, log)
         except OSError as error:

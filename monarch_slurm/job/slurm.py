@@ -259,7 +259,9 @@ class SlurmJob(JobTrait):
         folder = self._pretended_folder()
         plan = self._plan(client_script)
         group = 0 if len(self._request.components) > 1 else None
-        lines = [] if plan.program is None else [f"# on the head node: {shlex.join(plan.program)}"]
+        lines = []
+        if plan.program is not None:
+            lines.append(f"# on the head node: {shlex.join(plan.program_command(folder, 'NODE', group))}")
         lines.append(f"# for each host: {shlex.join(plan.host_command(folder, 'NODE', 0, group))}")
         return self.script() + "\n".join(["", *lines, ""])
 

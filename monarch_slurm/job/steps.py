@@ -125,11 +125,11 @@ def step_command(
 
 
 def program_step(
-    folder: JobFolder, allocation: SlurmAllocation, command: Sequence[str], container: Container
+    folder: JobFolder, node: str, group: int | None, command: Sequence[str], container: Container
 ) -> list[str]:
     """Return the command line that runs the program in a step on the head node: for a container that srun starts."""
-    srun = _srun(allocation.node_name, allocation.group_of(0))
-    return [*srun, f"--job-name={PROGRAM_STEP}", "--unbuffered", *container.srun_args(folder.path), *command]
+    options = [f"--job-name={PROGRAM_STEP}", "--unbuffered", *container.srun_args(folder.path)]
+    return [*_srun(node, group), *options, *command]
 
 
 def signal_program_step(job_id: int, run: Run = run_command) -> None:

@@ -99,7 +99,7 @@ def test_a_dry_run_shows_the_script_and_what_it_runs(fake_slurm: FakeSlurm) -> N
     inside = f"apptainer exec --bind={folder} --bind=/data:/data:ro --rocm /images/rocm.sif python3.12"
     assert job.dry_run("train.py --steps 5") == (
         f"{job.script()}\n"
-        "# on the head node: python3.12 train.py --steps 5\n"
+        f"# on the head node: {inside} train.py --steps 5\n"
         "# for each host: srun --nodes=1 --ntasks=1 --nodelist=NODE --overlap --mem=0 --cpu-bind=none --mpi=none "
         f"--input=none --export=ALL --job-name=host --output={folder}/logs/%N.log --open-mode=append "
         f"--network=job_vni {inside} -u -m monarch_slurm.job.node --folder={folder} --index=0 "
@@ -116,7 +116,12 @@ def test_pyxis_starts_the_container_by_srun(fake_slurm: FakeSlurm) -> None:
     assert (
         f"'--container-image=nvcr.io#rocm/pytorch' --container-mounts={folder}:{folder},/data:/data python3 -u -m "
     ) in job.dry_run()
-    assert "srun --het-group=0 " in job.dry_run()
+    assert (
+        "# on the head node: srun --het-group=0 --nodes=1 --ntasks=1 --nodelist=NODE --overlap --mem=0 "
+        "--cpu-bind=none --mpi=none --input=none --export=ALL --job-name=program --unbuffered "
+        f"'--container-image=nvcr.io#rocm/pytorch' --container-mounts={folder}:{folder},/data:/data "
+        "python3 train.py\n"
+    ) in job.dry_run("train.py")
 
 
 @pytest.mark.parametrize(
