@@ -50,6 +50,22 @@ class Terminal:
         self._seen = match.end()
         return match
 
+    def interrupt_impatiently(self, seconds: float = DEADLINE) -> int:
+        """Press Ctrl-C three times; return the exit code of the command once it has ended."""
+        deadline = time.monotonic() + seconds
+        pressed, left = 0.0, 3
+        while True:
+            try:
+                if left and time.monotonic() - pressed > 0.3:
+                    self.interrupt()
+                    pressed, left = time.monotonic(), left - 1
+                if self._fd in select.select([self._fd], [], [], 0.1)[0]:
+                    self.text += os.read(self._fd, 4096).decode(errors="replace").replace("\r", "")
+            except OSError:  # the other end was closed
+                os.close(self._fd)
+                return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            assert time.monotonic() < deadline, f"has not ended after {seconds:g} s:\n{self.text}"
+
     def close(self) -> None:
         """Close the terminal, as by closing its window, and wait for the shell's end."""
         os.close(self._fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 
 import click
@@ -51,10 +52,8 @@ def main() -> None:
             )  # a character that the terminal lacks must not end a run, or its output
     try:
         cli(standalone_mode=False)
-    except click.exceptions.Abort:
-        click.echo("interrupted", err=True)
-        sys.exit(INTERRUPTED)
-    except KeyboardInterrupt:
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        _ignore_interrupts()  # what was started is being ended now, and half an end would leave processes
         click.echo("interrupted", err=True)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # the reader of our output (head, less) has enough
@@ -66,3 +65,12 @@ def main() -> None:
     except MonarchSlurmError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(code_of(error))
+
+
+def _ignore_interrupts() -> None:
+    while True:
+        try:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        except KeyboardInterrupt:  # one that came before
+            continue
+        return

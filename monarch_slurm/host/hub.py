@@ -92,6 +92,7 @@ class Hub:
         self._watched: set[str] = set()
         self._lock = threading.RLock()
         self._gone: dict[str, HostDown] = {}
+        self._ending = False
         current = settings()
         self._interval = current.heartbeat_interval
         self._liveness = Liveness(current.heartbeat_interval, current.missed_heartbeats)
@@ -207,6 +208,7 @@ class Hub:
 
     def shutdown(self, timeout: float) -> None:
         """Tell all agents to end with their procs, which may take ``timeout`` seconds."""
+        self._ending = True
         with self._lock:
             hosts = [*self.hosts, *self._expected]
         for host in hosts:
@@ -373,7 +375,7 @@ class Hub:
         info = self._forget(peer)
         if info is None:
             return
-        logger.error("host %s is lost: %s", info.name, cause)
+        logger.log(logging.DEBUG if self._ending else logging.ERROR, "host %s is lost: %s", info.name, cause)
         self._send_quietly(Message("fenced", Address(peer, AGENT), CONTROLLER, {"cause": cause}))
         self._tell_host_down(HostDown(peer, info.name, cause, time.time()))
 

@@ -169,12 +169,17 @@ class ProcTable:
                 proc.patience.cancel()
 
     def signal(self, name: str, number: int) -> None:
-        """Send a signal to a proc (SIGKILL: and to all that it started), at its birth if it has no pid yet."""
+        """Send a signal to a proc (SIGKILL: and to all that it started), at its birth if it has no pid yet.
+
+        One that still waits for the zygote is not born for a SIGKILL: a zygote may take long to be ready.
+        """
         proc = self._procs.get(name)
         if proc is None:
             return
         if proc.pid == 0:
             proc.signal_at_birth = number
+            if number == signal.SIGKILL and self._zygote is not None and self._zygote.withdraw(name):
+                self._loop.call_soon(lambda: self._end(name, proc.why_ended or _KILLED))
         elif proc.pidfd >= 0:
             _send_signal(proc, number)
 
@@ -334,6 +339,9 @@ class ProcTable:
 
     def _known(self) -> set[int]:
         return {proc.pid for proc in self._procs.values() if proc.pidfd >= 0} | {zygote.pid for zygote in self._zygotes}
+
+
+_KILLED = describe_exit(os.CLD_KILLED, int(signal.SIGKILL))
 
 
 def _send_signal(proc: _Proc, number: int) -> None:

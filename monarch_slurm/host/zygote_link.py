@@ -77,6 +77,12 @@ class ZygoteLink:
         self._outbox += [(spec, spec is specs[-1]) for spec in specs]
         self._send()
 
+    def withdraw(self, name: str) -> bool:
+        """Take back that a proc was asked for; return whether it still waited for the zygote to be ready."""
+        waited = len(self.waiting)
+        self.waiting = [spec for spec in self.waiting if spec.proc != name]
+        return len(self.waiting) < waited
+
     def _send(self) -> None:
         while self._outbox:
             spec, last = self._outbox[0]

@@ -7,11 +7,13 @@ and one for each failure, recovery and escalation.
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from types import FrameType, TracebackType
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -86,14 +88,20 @@ class LiveView:
                 refresh_per_second=REFRESH_HZ,
                 vertical_overflow="crop",
             )
-            self._try(self._live.start)
+            try:
+                with _uninterrupted():
+                    self._try(self._live.start)
+            except BaseException:  # nobody leaves what nobody has entered
+                self.__exit__(None, None, None)
+                raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._live is not None:
-            self._try(self._live.stop)
+            with _uninterrupted():
+                self._try(self._live.stop)
             self._live = None
         elif self._printed is not None:
             self._print_progress()
@@ -230,6 +238,22 @@ class LiveView:
             action()
         except (OSError, ValueError):  # ValueError: the file was closed
             self._silent = True
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Put Ctrl-C off: half a start or stop would leave the terminal without cursor, and swallow what is said later."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[FrameType | None] = []
+    before = signal.signal(signal.SIGINT, lambda _, frame: came.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came and callable(before):
+        before(signal.SIGINT, came[0])
 
 
 def _loss(value: float | None) -> str:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from recorded_faults import Faults
 from sample_actors import AsyncCleaner, Cleaner, Dier, Log, Parent
-from support import DEADLINE, wait_gone, wait_until
+from support import DEADLINE, REPOSITORY, Program, wait_gone, wait_until
 
 from monarch_slurm.actor import ProcMesh, SupervisionError, context
 from monarch_slurm.config import configured
@@ -210,3 +210,34 @@ def test_a_hundred_rounds_leave_no_descriptor_no_thread_no_process(spawn: Callab
     )
     assert {mesh.name for mesh in owned.procs.values()} <= {"anon", "grid"}
     assert owned.actors.keys() <= others
+
+
+PRELOADING = """
+    import time
+    from pathlib import Path
+    from monarch_slurm.actor import this_host
+    from monarch_slurm.config import configure
+
+    configure(preload="takes_long")
+    procs = this_host().spawn_procs(dict(gpus=2))
+    while not Path("importing").exists():
+        time.sleep(0.01)
+    {how}
+    print("over")
+"""
+
+
+@pytest.mark.parametrize("how", ["procs.stop().get()", "pass"], ids=["stop", "end of the program"])
+def test_procs_end_although_their_zygote_is_not_ready(tmp_path: Path, how: str) -> None:
+    (tmp_path / "takes_long.py").write_text(
+        "import time\nfrom pathlib import Path\nPath('importing').touch()\ntime.sleep(100_000)\n"
+    )
+    program = Program(tmp_path, PRELOADING.format(how=how), env={"PYTHONPATH": f"{REPOSITORY}:{tmp_path}"})
+    try:
+        program.expect("over")
+        assert program.wait() == 0, program.errors()
+        assert "has not ended" not in program.errors()
+        assert "is lost" not in program.errors()
+        program.check_gone()
+    finally:
+        program.close()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import random
 import re
+import signal
+import sys
+import threading
 
 import pytest
 from rich.console import Console
@@ -39,6 +42,18 @@ def panel_of(events, config=CONFIG, width=120, height=40):
     with console.capture() as captured:
         console.print(view.render())
     return captured.get()
+
+
+class Pressing(io.StringIO):
+    """A terminal at which Ctrl-C is pressed when something is written to it next."""
+
+    armed = False
+
+    def write(self, text):
+        if self.armed and threading.current_thread() is threading.main_thread():
+            self.armed = False
+            signal.raise_signal(signal.SIGINT)
+        return super().write(text)
 
 
 def state_after(events, until=None):
@@ -153,6 +168,23 @@ class TestPanel:
                 view.update(e)
         assert "replica 2 recovered" in out.getvalue().split("debug: ")[-1]
         assert "debug: finished" in out.getvalue()
+
+    @pytest.mark.parametrize("when", ["start", "stop"])
+    def test_ctrl_c_while_it_starts_or_stops_leaves_the_terminal_as_it_was(self, when):
+        out = Pressing()
+        view = LiveView(CONFIG, Console(file=out, force_terminal=True, width=80, height=30))
+        before = sys.stdout, sys.stderr
+        out.armed = when == "start"
+
+        def run():
+            with view:
+                out.armed = True
+
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        assert not out.armed
+        assert (sys.stdout, sys.stderr) == before
+        assert out.getvalue().rfind("\x1b[?25h") > out.getvalue().rfind("\x1b[?25l") >= 0
 
     def test_a_terminal_of_sixty_columns_has_all_figures(self):
         text = panel_of(eventful(), width=60)

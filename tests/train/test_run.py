@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
+from support import wait_until
+from terminal import Terminal
 
 pytestmark = [pytest.mark.slow, pytest.mark.train]
 
@@ -220,6 +222,30 @@ def test_an_interrupted_run_leaves_a_report_and_no_process(tmp_path: Path) -> No
     assert report["summary"]["ok"] is False
     assert report["summary"]["reason"] == "interrupted"
     assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize("stage", ["run folder: ", "starting"])
+def test_ctrl_c_pressed_thrice_in_a_start_ends_it_cleanly(tmp_path: Path, stage: str) -> None:
+    terminal = Terminal(
+        sys.executable,
+        "-m",
+        "monarch_slurm",
+        "train",
+        "--local",
+        *TINY,
+        "--tokens",
+        "100000000",
+        "--out",
+        str(tmp_path),
+    )
+    terminal.expect(stage)
+    code = terminal.interrupt_impatiently(120)
+    assert code == 130, terminal.text
+    said = terminal.text.replace("^C", "").splitlines()
+    assert said.count("interrupted") == 1, terminal.text
+    for words in ("Traceback", "is lost", "has not ended"):
+        assert words not in terminal.text
+    wait_until(lambda: not left_behind(tmp_path), "the end of all processes of the run")
 
 
 def test_two_ranks_per_replica_lose_one_and_come_back(tmp_path: Path) -> None:
