@@ -228,15 +228,21 @@ def _mtu(facts: Facts) -> Iterator[Found]:
 def _leftovers(facts: Facts) -> Iterator[Found]:
     old = facts["leftovers"]
     if old:
-        jobs = sorted({entry["job_id"] or "no job" for entry in old})
-        pids = " ".join(str(entry["pid"]) for entry in old[:8])
-        yield (
-            WARN,
-            f"{len(old)} processes of yours from {', '.join(jobs)}",
-            f"if nothing of that runs any more: kill {pids}",
-        )
+        pids = " ".join(str(entry["pid"]) for entry in old)
+        yield WARN, f"{_plural(len(old), 'process', 'es')} of yours from {_jobs(old)}", f"if that is over: kill {pids}"
     else:
         yield OK, "none", ""
+
+
+def _jobs(processes: list[Facts]) -> str:
+    ids = sorted({entry["job_id"] for entry in processes if entry["job_id"]}, key=lambda name: (len(name), name))
+    parts = [f"job{'s' if len(ids) > 1 else ''} {', '.join(ids)}"] if ids else []
+    parts += ["no job"] if any(not entry["job_id"] for entry in processes) else []
+    return " and ".join(parts)
+
+
+def _plural(count: int, what: str, ending: str) -> str:
+    return f"{count} {what}{ending if count != 1 else ''}"
 
 
 _CHECKS: dict[str, Callable[[Facts], Iterator[Found]]] = {

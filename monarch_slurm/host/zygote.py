@@ -37,9 +37,16 @@ def preload(modules: list[str]) -> list[str]:
             module = importlib.import_module(name)
             if function:
                 getattr(module, function)()
-        except Exception:  # whatever a user's module raises: procs fall back to importing it themselves
-            failures.append(f"{entry}: {traceback.format_exc(limit=-3)}")
+        except Exception as error:  # whatever a user's module raises: procs fall back to importing it themselves
+            failures.append(f"{entry}: {_in_a_line(error)}")
     return failures
+
+
+def _in_a_line(error: Exception) -> str:
+    """Return what ``error`` is, and where a module raised it; a module that is not there has no such place."""
+    what = " ".join(f"{type(error).__name__}: {error}".split())
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if "importlib" not in frame.filename]
+    return f"{what} ({frames[-1].filename}:{frames[-1].lineno})" if frames else what
 
 
 def main() -> None:

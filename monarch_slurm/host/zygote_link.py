@@ -137,7 +137,7 @@ class ZygoteLink:
         self.ready = True
         self._patience.cancel()
         for failure in answer["failures"]:
-            logger.warning("the zygote could not preload %s\nprocs will import it themselves", failure)
+            logger.warning("the zygote could not preload %s; procs will import it themselves", failure)
         if answer["threads"] != 1:
             logger.warning(
                 "preloading %r started threads (%s in all); forked procs lack them. "

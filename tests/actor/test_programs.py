@@ -272,8 +272,19 @@ def test_preloads_that_fail_or_start_threads_only_warn(program: Callable[..., Pr
     (folder / "broken.py").write_text("raise RuntimeError('broken on purpose')")
     (folder / "threaded.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait).start()")
     (folder / "fatal.py").write_text("import os\nos._exit(9)")
+    (folder / "inner.py").write_text("\nimport no_such_module")
+    themselves = "; procs will import it themselves\n"
     for module, warning in (
-        ("broken,no_such_module", "could not preload no_such_module"),
+        (
+            "no_such_module",
+            f"could not preload no_such_module: ModuleNotFoundError: No module named 'no_such_module'{themselves}",
+        ),
+        ("broken", f"could not preload broken: RuntimeError: broken on purpose ({folder}/broken.py:1)"),
+        ("inner", f"No module named 'no_such_module' ({folder}/inner.py:2){themselves}"),
+        (
+            "os:nothing",
+            f"could not preload os:nothing: AttributeError: module 'os' has no attribute 'nothing'{themselves}",
+        ),
         ("threaded", "started threads (2 in all)"),
         ("fatal", "going on without"),
     ):
@@ -281,6 +292,7 @@ def test_preloads_that_fail_or_start_threads_only_warn(program: Callable[..., Pr
         running = program(START, env=environment)
         assert running.wait() == 0, module
         assert warning in running.errors()
+        assert "Traceback" not in running.errors()
 
 
 def test_a_preload_that_hangs_is_given_up(program: Callable[..., Program], tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def breaks(*path: Any, value: Any) -> Callable[[Facts], None]:
         (breaks("rdma", 4, "state", value="DOWN"), "RDMA links", WARN, "7 of 8 links up; mlx5_0:1 DOWN"),
         (breaks("rdma", 0, "routable", value=False), "RDMA links", WARN, "link-local"),
         (breaks("networks", "ens1", "mtu", value=1500), "MTU", WARN, "ens1: 1500"),
-        (breaks("leftovers", value=[{"pid": 7, "job_id": "41"}]), "left processes", WARN, "yours from 41"),
+        (breaks("leftovers", value=[{"pid": 7, "job_id": "41"}]), "left processes", WARN, "1 process of yours"),
     ],
 )  # fmt: skip
 def test_each_fault_is_found_alone(change: Callable[[Facts], None], check: str, level: str, text: str) -> None:
@@ -185,3 +185,19 @@ def test_a_clock_is_judged_by_when_it_could_have_been_read() -> None:
     assert {finding.host: finding.value for finding in found if finding.check == "clock"} == {
         "n1": "3.0 s off", "n3": "2.5 s off",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("jobs", "said"),
+    [
+        ([""], "1 process of yours from no job"),
+        (["41", "41"], "2 processes of yours from job 41"),
+        (["101", "41", "", "41"], "4 processes of yours from jobs 41, 101 and no job"),
+        (["7_1"] * 30, "30 processes of yours from job 7_1"),
+    ],
+)
+def test_left_processes_are_counted_by_job_and_all_named(jobs: list[str], said: str) -> None:
+    left = [{"pid": 1000 + number, "job_id": job} for number, job in enumerate(jobs)]
+    found = next(each for each in judge_host({**healthy(), "leftovers": left}) if each.check == "left processes")
+    assert found.value == said
+    assert found.advice == "if that is over: kill " + " ".join(str(each["pid"]) for each in left)
