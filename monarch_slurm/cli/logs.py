@@ -51,13 +51,25 @@ def logs(
         paths = [found.folder.controller_log]
     if not any(path.exists() for path in paths):
         click.echo(f"nothing was printed yet: {paths[0]} is not there", err=True)
-    view = LogView(paths, sys.stdout, ranks=frozenset(rank), mesh=mesh, last=lines)
+    procs = _proc_logs(found.folder) if host or rank else None
+    view = LogView(paths, sys.stdout, ranks=frozenset(rank), mesh=mesh, last=lines, proc_logs=procs, hosts=host)
     if not follow:
         copy_logs(view)
     elif batch or host or rank:
         follow_logs(found.job_id, view)
     else:
         follow_logs(found.job_id, view, lambda: found.folder.exit_code() is not None)
+
+
+def _proc_logs(folder: JobFolder) -> Path | None:
+    """Return the folder of the procs' own logs, if they have some and this machine sees them."""
+    link = folder.proc_logs
+    if not link.is_symlink():
+        return None
+    if not link.is_dir():
+        click.echo(f"procs write files of their own into {link.readlink()} (log_dir), which is not here", err=True)
+        return None
+    return link
 
 
 def _host_logs(folder: JobFolder, hosts: tuple[str, ...]) -> list[Path]:

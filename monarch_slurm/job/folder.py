@@ -121,6 +121,17 @@ class JobFolder:
         """Return the path of the log of host ``name``."""
         return self.logs / f"{name}.log"
 
+    @property
+    def proc_logs(self) -> Path:
+        """Link to the folder of the procs' own logs; there is none if their lines are in the hosts' logs."""
+        return self.path / "proc_logs"
+
+    def tell_proc_logs(self, log_dir: str) -> None:
+        """Tell readers that procs write files of their own (setting ``log_dir``); an empty text: they do not."""
+        if log_dir:
+            with contextlib.suppress(FileExistsError):  # another node was first
+                self.proc_logs.symlink_to(Path(log_dir).absolute())
+
     def exit_code(self) -> int | None:
         """Return the exit code of the controller's program; None if it has not ended, or has never run."""
         try:

@@ -13,6 +13,7 @@ from monarch_slurm.job.errors import JobNotFoundError, SlurmUnreachableError
 from monarch_slurm.job.follow import FIRST_STATUS_SECONDS, LOG_SECONDS, LogReader, Sink, print_notice
 from monarch_slurm.job.status import LONGEST_POLL, NOT_FOUND_GRACE, JobStatus, Phase, query
 
+_FILE_OF_A_PROC = re.compile(r"(.+)\.([^.]+)\.([0-9]+)\.log")
 _OF_A_PROC = re.compile(r"\[\S+ (\S+) ([0-9]+)\] ")
 
 
@@ -23,6 +24,8 @@ class LogView:
         ranks: only lines of procs of these ranks; none for all lines.
         mesh: only those of the procs that were spawned under this name.
         last: only the last so many lines of what is there at the first look; None for all.
+        proc_logs: folder of files of procs, whose lines are shown as in the log of a host; None for none.
+        hosts: only procs of these hosts; none for all.
     """
 
     def __init__(
@@ -33,19 +36,26 @@ class LogView:
         ranks: Collection[int] = (),
         mesh: str | None = None,
         last: int | None = None,
+        proc_logs: Path | None = None,
+        hosts: Collection[str] = (),
     ) -> None:
         self._out = out
         self._ranks = ranks
         self._mesh = mesh
         self._held: deque[str] | None = None if last is None else deque(maxlen=last)
         self._whole_lines = bool(ranks) or last is not None
+        self._proc_logs = proc_logs
+        self._hosts = hosts
+        self._known: set[Path] = set()
         self._readers = [(LogReader(path), _Lines(self._take)) for path in paths]
 
     def copy(self, final: bool = False) -> bool:
         """Write what is new, lines without an end only if ``final``; return whether there was anything."""
         grown = False
+        if self._proc_logs is not None:
+            self._add_proc_logs(self._proc_logs)
         for reader, lines in self._readers:
-            out: Sink = lines if self._whole_lines else self._out
+            out: Sink = lines if self._whole_lines or lines.prefix else self._out
             grown |= reader.copy(out)
             if final:
                 lines.finish()
@@ -54,6 +64,14 @@ class LogView:
             self._held = None
         self._out.flush()
         return grown
+
+    def _add_proc_logs(self, folder: Path) -> None:
+        for path in sorted(set(folder.glob("*.log")) - self._known):
+            self._known.add(path)
+            match = _FILE_OF_A_PROC.fullmatch(path.name)
+            if match is not None and (not self._hosts or match[1] in self._hosts):
+                prefix = f"[{match[1]} {match[2]} {match[3]}] "
+                self._readers.append((LogReader(path), _Lines(self._take, prefix)))
 
     def _take(self, line: str) -> None:
         if self._ranks:
@@ -71,16 +89,17 @@ class LogView:
 
 
 class _Lines:
-    """Gives whole lines to ``take``."""
+    """Gives whole lines to ``take``, each with ``prefix`` before it."""
 
-    def __init__(self, take: Callable[[str], None]) -> None:
+    def __init__(self, take: Callable[[str], None], prefix: str = "") -> None:
         self._take = take
+        self.prefix = prefix
         self._rest = ""
 
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
-            self._take(f"{line}\n")
+            self._take(f"{self.prefix}{line}\n")
         return len(text)
 
     def flush(self) -> None:
@@ -88,7 +107,7 @@ class _Lines:
 
     def finish(self) -> None:
         if self._rest:
-            self._take(f"{self._rest}\n")
+            self._take(f"{self.prefix}{self._rest}\n")
             self._rest = ""
 
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from monarch_slurm.config import settings
 from monarch_slurm.host.agent import ENDED, LEASE_EXPIRED
 from monarch_slurm.host.identity import SUPERVISED_VARIABLE
 from monarch_slurm.job.address import find_address
@@ -72,6 +73,7 @@ def main() -> int:
     try:
         _restore_environment(options.index)
         check_preflight(options.preflight)
+        JobFolder(options.folder).tell_proc_logs(settings().log_dir)
         return _Task(JobFolder(options.folder), options).run()
     except JobError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -91,6 +91,15 @@ def test_logs_of_a_folder_are_read_without_slurm(run: Run, tmp_path: Path, monke
     assert run("logs", str(folder.path)) == (0, "hello\n")
     assert run("logs", "12", "--host", "n1") == (0, "agent\n[n1 w-1 3] three\n")
     assert run("logs", "12", "--rank", "3") == (0, "[n1 w-1 3] three\n")
+    folder.tell_proc_logs("")
+    folder.tell_proc_logs(str(tmp_path / "files"))
+    folder.tell_proc_logs(str(tmp_path / "files"))  # the next node says so, too
+    said = f"procs write files of their own into {tmp_path}/files (log_dir), which is not here\n"
+    assert run("logs", "12", "--rank", "3") == (0, "[n1 w-1 3] three\n" + said)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "n1.w-2.3.log").write_text("in a file\n")
+    assert run("logs", "12", "--rank", "3") == (0, "[n1 w-1 3] three\n[n1 w-2 3] in a file\n")
+    assert run("logs", "12", "--host", "n1")[1].endswith("[n1 w-2 3] in a file\n")
 
 
 def test_a_training_is_watched_from_its_events(run: Run, fake_slurm: FakeSlurm, tmp_path: Path) -> None:

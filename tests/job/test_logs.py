@@ -29,6 +29,29 @@ def test_ranks_and_last_lines_can_be_asked_for(tmp_path: Path) -> None:
     assert shown(tmp_path / "none.log") == ""
 
 
+def test_files_of_procs_are_read_as_if_they_were_in_the_log_of_their_host(tmp_path: Path) -> None:
+    path, files = tmp_path / "n1.log", tmp_path / "files"
+    path.write_text("agent says\n")
+    files.mkdir()
+    (files / "n1.w-1f.0.log").write_text("zero\nlast")
+    (files / "n1.w-1f.10.log").write_text("ten\n")
+    (files / "n2.a.b.other-22.0.log").write_text("elsewhere\n")
+    (files / "notes.log").write_text("not of a proc\n")
+    first = "[n1 w-1f 0] zero\n[n1 w-1f 0] last\n"
+    other = "[n2.a.b other-22 0] elsewhere\n"
+    assert shown(path, ranks=[0], proc_logs=files) == first + other
+    assert shown(path, ranks=[0], mesh="w", proc_logs=files) == first
+    assert shown(path, proc_logs=files, hosts=["n1"]) == "agent says\n" + first + "[n1 w-1f 10] ten\n"
+    assert shown(path, ranks=[0], proc_logs=files, last=1) == other
+    out = io.StringIO()
+    view = LogView([path], out, ranks=[7], proc_logs=files)
+    view.copy()
+    assert out.getvalue() == ""
+    (files / "n1.late-3.7.log").write_text("came later\n")
+    assert view.copy()
+    assert out.getvalue() == "[n1 late-3 7] came later\n"
+
+
 def test_a_job_is_followed_from_the_queue_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "controller.log"
     answers: list[JobStatus | Exception] = [
