@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence, Set
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from monarch_slurm.actor.client import client
 from monarch_slurm.actor.context import context
@@ -339,8 +339,3 @@ def manager() -> Manager:
         if _manager.pid != os.getpid():
             raise RuntimeError("this process was forked from one that transfers buffers; spawn a proc instead")
         return _manager
-
-
-def peek() -> Any:
-    """Return the manager if there is one, for tests and reports."""
-    return _manager

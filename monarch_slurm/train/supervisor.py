@@ -167,14 +167,6 @@ class ReplicaActor(Actor):
         if generation is not None and not generation.over:
             generation.pulses.save.broadcast()
 
-    @endpoint
-    async def stop_replica(self) -> None:
-        """End the trainers and start no new ones."""
-        self._stopped = True
-        if self._generation is not None:
-            self._generation.over = True
-            await self._generation.procs.stop()
-
     async def __supervise__(self, failure: MeshFailure) -> bool:
         """Restart the replica for a failure of its present trainers; failures of older ones are handled already."""
         generation = self._generation
