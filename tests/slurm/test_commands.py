@@ -124,5 +124,32 @@ def test_a_prompt_inside_of_salloc_has_the_nodes(cluster: Cluster) -> None:
     wait_until(lambda: not cluster.run("squeue", "-h").strip(), "the end of the allocation")
 
 
+def test_a_prompt_of_ipython_has_the_nodes(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("IPython")
+    monkeypatch.setenv("IPY_TEST_SIMPLE_PROMPT", "1")  # or it would draw its lines again and again
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    terminal = Terminal("salloc", "-N2", "--exclusive", *COMMAND, "shell")
+    try:
+        terminal.expect(r"hosts: a HostMesh of 2 nodes of job \d+: n\[1-2\](.|\n)*In \[1\]: ")
+        terminal.type("%cpaste -q")
+        terminal.type("class Who(Actor):")
+        terminal.type("    @endpoint")
+        terminal.type("    def host(self): import socket; return socket.gethostname()")
+        terminal.type("    @endpoint")
+        terminal.type("    def die(self): import os; os.kill(os.getpid(), 9)")
+        terminal.type("--")
+        terminal.expect(r"--\n(.|\n)*In \[\d+\]: ")
+        terminal.type("who = hosts.spawn_procs().spawn('who', Who); print('at', *who.host.call().get().values())")
+        terminal.expect(r"\nat n1 n2\n(.|\n)*In \[\d+\]: ")
+        terminal.type("who.slice(hosts=1).die.broadcast()")
+        terminal.expect("nobody handled this failure:\n")
+        terminal.type("print('here:', await who.slice(hosts=0).host.call_one())")
+        terminal.expect(r"\nhere: n1\n(.|\n)*In \[\d+\]: ")
+        terminal.type("exit")
+        terminal.expect("Relinquishing job allocation")
+    finally:
+        terminal.close()
+
+
 def test_a_shell_outside_of_a_job_says_so(cluster: Cluster) -> None:
     assert call("shell", code=1) == "error: not in a job of Slurm: SLURM_JOB_ID is not set here\n"
