@@ -217,6 +217,14 @@ class Run:
         whole = self._saving.take(item)
         if whole is None or (self._saved is not None and whole.step <= self._saved.step):
             return
+        missing = whole.missing()
+        if missing is not None:
+            logger.warning(
+                "the state of step %d cannot be gone on from: %s is not seen here as replica %d has written it; "
+                "the run's folder must be on a file system that all hosts share",
+                whole.step, missing, whole.replica,
+            )  # fmt: skip
+            return
         try:
             mark_saved(whole, self._config.keep_saves)
         except SavedStateError as error:  # the run goes on, and so do the states that were saved before

@@ -1,13 +1,17 @@
-"""How hosts are shared among replicas."""
+"""How hosts are shared among replicas, and which saved states count."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from monarch_slurm.actor import HostMesh, Shape, Slice
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.train.config import TrainConfig
-from monarch_slurm.train.manager import share_hosts
+from monarch_slurm.train.events import event
+from monarch_slurm.train.manager import Run, share_hosts
+from monarch_slurm.train.saved import SavedState, find_saved, state_path, write_snapshot
 
 
 def hosts(count: int) -> HostMesh:
@@ -38,3 +42,21 @@ def test_procs_must_spread_evenly() -> None:
 def test_one_machine_is_shared_by_all() -> None:
     local = HostMesh(("here#1",), Shape.unity(), owned=False)
     assert [share.host_names for share in share_hosts(local, TrainConfig(replicas=2))] == [["here"], ["here"]]
+
+
+@pytest.mark.train
+def test_a_state_counts_when_its_files_are_seen_here(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(TrainConfig(replicas=2), tmp_path)
+    path = state_path(tmp_path, 4, 1, 0)
+    path.parent.mkdir(parents=True)
+    sha256, size = write_snapshot(path, {"lr": 0.5})
+    told = {"kind": "saved", "replica": 1, "generation": 0, "rank": 0, "step": 4, "sha256": sha256, "bytes": size}
+    path.rename(tmp_path / "elsewhere")
+    run._take(event(**told))
+    assert find_saved(tmp_path) is None
+    assert f"{path} is not seen here as replica 1 has written it" in caplog.text
+    (tmp_path / "elsewhere").rename(path)
+    run._take(event(**told))
+    assert find_saved(tmp_path) == SavedState(str(tmp_path), 4, 1, (sha256,), (size,))
+    assert [item["kind"] for item in run.events] == ["saved", "saved", "state_saved"]
+    run._journal.close()

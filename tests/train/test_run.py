@@ -149,7 +149,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def test_a_run_whose_controller_is_killed_goes_on_from_its_newest_whole_state(tmp_path: Path) -> None:
-    options = ["--replicas", "2", "--procs-per-replica", "2", "--sync-every", "5", "--save-every", "2"]
+    options = ["--replicas", "2", "--sync-every", "5", "--save-every", "2"]
     process = start(tmp_path, *options, "--tokens", "100000000")
     wait_for_syncs(tmp_path, process)
     (folder,) = tmp_path.iterdir()
@@ -166,10 +166,10 @@ def test_a_run_whose_controller_is_killed_goes_on_from_its_newest_whole_state(tm
     newest, older = saved_steps(folder)
     assert newest % 2 == older % 2 == 0
     assert newest > older
-    (damaged,) = (folder / "state" / f"step-{newest}").glob("*/rank-1.state")
+    (damaged,) = (folder / "state" / f"step-{newest}").glob("*/rank-0.state")
     damaged.write_bytes(damaged.read_bytes()[:-1])
 
-    tokens = str((older + 6) * 2 * 2 * 5 * 4 * 64)  # of six further syncs
+    tokens = str((older + 6) * 2 * 5 * 4 * 64)  # of six further syncs
     process = start(tmp_path, "--resume", str(folder), "--tokens", tokens)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
