@@ -22,16 +22,17 @@ test: $(VENV)/.dev
 # Two lanes, because either mostly waits. Quick tests first.
 test-here:
 	bash tests/lane.sh $(BIN)/python -m pytest -m "not slow and not slurm" tests
-	bash tests/lane.sh $(BIN)/python -m pytest -m "slow and not slurm" tests
+	bash tests/lane.sh $(BIN)/python -m pytest -m "slow and not slurm and not rdma" tests
 
 test-slurm:
 	bash tests/lane.sh $(BIN)/python -m pytest -m "slurm and not slow" tests
 	bash tests/lane.sh $(BIN)/python -m pytest -m "slurm and slow" tests
+	bash tests/lane.sh $(BIN)/python -m pytest -m rdma tests/rdma
 
-# Soft-RoCE devices in QEMU guests: several minutes.
+# Only the transfers over soft-RoCE devices, in QEMU guests.
 test-rdma: $(VENV)/.dev
 	bash tests/rdma_vm.sh install
-	MONARCH_SLURM_TEST_RDMA=1 $(BIN)/python -m pytest -m rdma tests/rdma
+	$(BIN)/python -m pytest -m rdma tests/rdma
 
 test-quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow and not slurm and not train" tests
