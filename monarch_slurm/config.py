@@ -93,7 +93,8 @@ class _Settings:
     rdma_disable_ibverbs: bool = False
     """Leave RDMA devices alone."""
     rdma_ibverbs_target: str = ""
-    """``nic:<name>`` or ``nic:<name>:<port>`` takes this device; empty takes the best one."""
+    """``nic:<name>`` or ``nic:<name>:<port>`` takes this device; ``cpu:<NUMA node>`` and ``gpu:<index on the host>``
+    the nearest to these; empty takes the best one."""
     rdma_max_chunk_size_mb: int = 4
     """Megabytes (2**20 bytes) of one chunk; a transfer is cut into chunks."""
     rdma_tcp_streams: int = 4

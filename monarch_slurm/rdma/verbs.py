@@ -336,7 +336,7 @@ def verbs_host() -> VerbsHost | None:
     """Return the RDMA device of this process; None if it has none, may not use it, or cannot load what it takes.
 
     Raises:
-        ConfigError: the setting ``rdma_ibverbs_target`` names no port that is active.
+        ConfigError: the setting ``rdma_ibverbs_target`` is wrong, or names what is not there.
     """
     global _host, _host_pid
     if "ibverbs" not in transports():
@@ -351,7 +351,8 @@ def _find(target: str) -> VerbsHost | None:
     ports = verbs_devices.ports()
     if not ports:
         return None
-    port = verbs_devices.choose(ports, target, verbs_devices.own_numa_nodes(), verbs_devices.own_gpu())
+    nodes, gpu = verbs_devices.own_numa_nodes(), verbs_devices.own_gpu()
+    port = verbs_devices.choose(ports, target, nodes, gpu, verbs_devices.all_gpus)
     if port is None:
         return None
     try:

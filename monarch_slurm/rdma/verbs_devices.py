@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,36 +78,63 @@ def gids(port: Path) -> Iterator[Gid]:
             yield Gid(int(file.name), address, _text(port / "gid_attrs" / "types" / file.name))
 
 
-def choose(found: list[Port], target: str, numa_nodes: set[int], gpu: tuple[str, ...] = ()) -> Port | None:
+def choose(
+    found: list[Port],
+    target: str,
+    numa_nodes: set[int],
+    gpu: tuple[str, ...] = (),
+    gpus: Callable[[], list[tuple[str, ...]]] = list,
+) -> Port | None:
     """Return the port to use, or None if there is none.
 
     The nearest shares most PCIe bridges with the process's GPU, else it is on a NUMA node of the process's CPUs.
 
     Args:
         found: from `ports`.
-        target: setting ``rdma_ibverbs_target``: empty for the nearest and fastest, or ``nic:<name>[:<port>]``.
+        target: setting ``rdma_ibverbs_target``: empty for the nearest and fastest, ``nic:<name>[:<port>]`` for this
+            one, ``cpu:<NUMA node>`` or ``gpu:<index>`` for the one that is nearest to these.
         numa_nodes: those that this process runs on.
         gpu: `bridges` of the GPU that this process uses; empty if there is none, or several.
+        gpus: returns `bridges` of every GPU of this host, in the order of their indices.
 
     Raises:
-        ConfigError: ``target`` has another form, or names a port that is not active.
+        ConfigError: ``target`` has another form, or names what is not there or not active.
     """
-    if target:
-        kind, _, name = target.partition(":")
-        device, _, number = name.partition(":")
-        if kind != "nic" or not device:
-            raise ConfigError(f"rdma_ibverbs_target={target!r}: nic:<name> or nic:<name>:<port> expected")
-        for port in found:
-            if port.device == device and number in ("", str(port.number)):
-                return port
-        active = ", ".join(f"{port.device}:{port.number}" for port in found) or "none"
-        raise ConfigError(f"rdma_ibverbs_target={target!r} is not there or not active; active ports: {active}")
+    kind, _, name = target.partition(":")
+    if kind == "nic" and name:
+        return _named(found, target, name)
+    if kind == "cpu" and name.isdecimal():
+        numa_nodes, gpu = {int(name)}, ()
+    elif kind == "gpu" and name.isdecimal():
+        there = gpus()
+        if int(name) >= len(there):
+            raise ConfigError(f"rdma_ibverbs_target={target!r}: this host has {len(there)} GPUs")
+        gpu = there[int(name)]
+    elif target:
+        raise ConfigError(
+            f"rdma_ibverbs_target={target!r}: nic:<name>, nic:<name>:<port>, cpu:<NUMA node> or gpu:<index> expected"
+        )
 
     def merit(port: Port) -> tuple[int, bool, tuple[bool, bool, bool], float]:
         shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(port.bridges, gpu, strict=False))))
         return shared, port.numa_node in numa_nodes, port.gid.score, port.rate
 
     return max(found, key=merit, default=None)
+
+
+def _named(found: list[Port], target: str, name: str) -> Port:
+    device, _, number = name.partition(":")
+    for port in found:
+        if port.device == device and number in ("", str(port.number)):
+            return port
+    active = ", ".join(f"{port.device}:{port.number}" for port in found) or "none"
+    raise ConfigError(f"rdma_ibverbs_target={target!r} is not there or not active; active ports: {active}")
+
+
+def all_gpus(pci_devices: Path = Path("/sys/bus/pci/devices")) -> list[tuple[str, ...]]:
+    """Return `bridges` of every GPU of this host, whether this process may see it or not."""
+    found = [device for device in gpu_devices() if device.platform == gpu_platform()]
+    return [bridges(pci_devices / device.pci_address) for device in found]
 
 
 def own_gpu(pci_devices: Path = Path("/sys/bus/pci/devices")) -> tuple[str, ...]:

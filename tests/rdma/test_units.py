@@ -339,7 +339,10 @@ def test_the_nearest_active_device(tmp_path: Path) -> None:
     assert near is not None
     assert named is not None
     assert (near.device, named.device) == ("mlx5_2", "mlx5_1")
-    for target in ("nic:mlx5_0", "gpu"):
+    of_node = choose(found, "cpu:0", {1}, ("pci0000:00",))
+    assert of_node is not None
+    assert of_node.device == "mlx5_1"
+    for target in ("nic:mlx5_0", "gpu", "gpu:0", "gpu:-1", "cpu:x", "nic:", "tpu:0"):
         with pytest.raises(ConfigError, match="rdma_ibverbs_target"):
             choose(found, target, {1})
     assert choose([], "", {0}) is None
@@ -359,6 +362,12 @@ def test_the_device_behind_the_gpus_switch(tmp_path: Path) -> None:
     chosen = choose(found, "", {0}, gpu)
     assert chosen is not None
     assert chosen.device == "mlx5_2"
+    other = ("pci0000:00", "0000:00:01.0", "0000:10:00.0")
+    asked = choose(found, "gpu:1", {0}, gpu, lambda: [gpu, other])
+    assert asked is not None
+    assert asked.device == "mlx5_1"
+    with pytest.raises(ConfigError, match="has 2 GPUs"):
+        choose(found, "gpu:2", {0}, gpu, lambda: [gpu, other])
     beside = choose([port for port in found if port.device != "mlx5_2"], "", {0}, gpu)
     assert beside is not None
     assert beside.device == "mlx5_3", "the same root"
