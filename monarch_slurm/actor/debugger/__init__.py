@@ -3,5 +3,5 @@
 - `hook`, `rank_pdb`: in the process that stops
 - `desk`: the program's list of stopped ranks; `shell`: the commands of a person; `ranks`: which ranks they mean
 - `terminal`: the program's own terminal; `service`: other terminals, through its console
-- `controller`: the same for programs
+- `controller`: the same for programs; `own`: debuggers that are a program's own
 """

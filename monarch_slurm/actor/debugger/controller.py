@@ -10,6 +10,7 @@ from typing import Any
 from monarch_slurm.actor.actor import Actor
 from monarch_slurm.actor.client import client
 from monarch_slurm.actor.controllers import get_or_spawn_controller
+from monarch_slurm.actor.debugger.own import DebuggerWrite, OwnSession
 from monarch_slurm.actor.endpoint import concurrent_endpoint, endpoint
 
 
@@ -29,6 +30,9 @@ class DebugController(Actor):
     """Knows the stopped ranks of the program. It runs in the program's own process."""
 
     _is_system_actor = True
+
+    def __init__(self) -> None:
+        self._own: dict[tuple[str, int], OwnSession] = {}
 
     @endpoint
     async def list(self, print_output: bool = True) -> list[DebugSessionInfo]:
@@ -52,6 +56,37 @@ class DebugController(Actor):
                 desk.changed.wait_for(desk.stopped)
 
         await asyncio.to_thread(wait)
+
+    @concurrent_endpoint
+    async def debugger_session_start(self, rank: int, coords: dict[str, int], hostname: str, actor_name: str) -> None:
+        """List a debugger of the caller's own, which says what it wants to with the endpoints below."""
+        if (actor_name, rank) not in self._own:
+            self._own[actor_name, rank] = OwnSession(client().desk, actor_name, rank, coords, hostname)
+
+    @concurrent_endpoint
+    async def debugger_session_end(self, actor_name: str, rank: int) -> None:
+        """Take it off the list."""
+        self._session(actor_name, rank).end()
+        del self._own[actor_name, rank]
+
+    @concurrent_endpoint
+    async def debugger_read(self, actor_name: str, rank: int, size: int) -> DebuggerWrite | str:
+        """Return up to ``size`` bytes of what a person types for it, as soon as there are some.
+
+        Once the session has ended it is the text ``"detach"``.
+        """
+        return await self._session(actor_name, rank).read(size)
+
+    @concurrent_endpoint
+    async def debugger_write(self, actor_name: str, rank: int, write: DebuggerWrite) -> None:
+        """Show to a person what it says."""
+        self._session(actor_name, rank).write(write)
+
+    def _session(self, actor_name: str, rank: int) -> OwnSession:
+        try:
+            return self._own[actor_name, rank]
+        except KeyError:
+            raise ValueError(f"no debugger of {actor_name} {rank} has been started") from None
 
 
 @functools.cache
