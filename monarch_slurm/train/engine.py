@@ -20,15 +20,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from monarch_slurm.errors import ConfigError, MonarchSlurmError
+from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.train import state
 from monarch_slurm.train.config import Place, TrainConfig
-from monarch_slurm.train.data import VOCAB, Sampler, load_corpus, split_corpus
+from monarch_slurm.train.data import Sampler, load_corpus, split_corpus
 from monarch_slurm.train.events import Event, event
 from monarch_slurm.train.fault_tolerance import QuorumError, ReplicaManager, Sync, make_diloco
-from monarch_slurm.train.llama import CONFIGS, Llama, LlamaConfig, count_parameters, init_parameters, loss_function
+from monarch_slurm.train.llama import count_parameters, loss_function
+from monarch_slurm.train.model import make_model, make_optimizer, model_config
 from monarch_slurm.train.replica import Replica, open_replica
 from monarch_slurm.train.saved import read_state
 from monarch_slurm.train.schedule import learning_rate, tokens_within_sync
@@ -61,18 +61,6 @@ class NonFiniteLossError(MonarchSlurmError):
 
 def nothing() -> None:
     """Inject no failure."""
-
-
-def model_config(name: str) -> LlamaConfig:
-    """Return a configuration of `CONFIGS` with the vocabulary of byte tokens.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
-    if name not in CONFIGS:
-        raise ConfigError(f"there is no model {name!r}; choose one of {', '.join(CONFIGS)}")
-    known = CONFIGS[name]
-    return LlamaConfig(**{**vars(known), "vocab": VOCAB})
 
 
 def preload(config: TrainConfig | None = None) -> None:
@@ -191,36 +179,14 @@ class LlamaEngine:
         )
         self._replica = open_replica(place, config.collective_timeout)
         self._device = self._replica.device
-        self._model = self._make_model(shape)
-        self._optimizer = self._make_optimizer()
+        self._model = make_model(shape, config.seed, self._replica)
+        self._optimizer = make_optimizer(config, self._model)
         manager = ReplicaManager(config, place, self._replica, self._emit, lambda: self._enter("sync"))
         self._manager = manager
         manager.register_state_dict_fn("trainer", self._load_state, self._save_state)
         # Hooks run in the order in which they are registered: the step is reported before DiLoCo syncs after it.
         self._optimizer.register_step_post_hook(lambda *_: self._report_step())
         self._diloco = make_diloco(manager, self._model, self._optimizer, config)
-
-    def _make_model(self, shape: LlamaConfig) -> Llama:
-        assert self._replica is not None
-        with torch.device("meta"):
-            model = Llama(shape)
-        mesh = self._replica.mesh
-        if mesh is not None:
-            on_gpu = self._device.type == "cuda"
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if on_gpu else MixedPrecisionPolicy()
-            for block in model.blocks:
-                fully_shard(block, mesh=mesh, mp_policy=policy)
-            fully_shard(model, mesh=mesh, mp_policy=policy)
-        model.to_empty(device=self._device)
-        init_parameters(model, self._config.seed)
-        return model
-
-    def _make_optimizer(self) -> torch.optim.AdamW:
-        matrices = [parameter for parameter in self._model.parameters() if parameter.ndim > 1]
-        norms = [parameter for parameter in self._model.parameters() if parameter.ndim <= 1]
-        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": norms, "weight_decay": 0.0}]
-        decay = self._config.weight_decay
-        return torch.optim.AdamW(groups, lr=self._config.lr, betas=(0.9, 0.95), weight_decay=decay, fused=True)
 
     def _save_if_wanted(self) -> None:
         """Save if somebody has asked for it, and wait until it is done; or if it is time to, and train on meanwhile."""

@@ -139,7 +139,7 @@ def check(plan: Plan) -> Any:
     """
     try:
         from monarch_slurm.train.data import split_corpus
-        from monarch_slurm.train.engine import model_config
+        from monarch_slurm.train.model import model_config
     except ModuleNotFoundError as error:
         raise MonarchSlurmError(
             f'training needs {error.name}; install it with: pip install "monarch_slurm[train]"'
