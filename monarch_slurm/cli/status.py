@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -95,6 +97,14 @@ def _listed_fields(item: ListedJob) -> dict[str, Any]:
     return {"job_id": item.job.job_id, "folder": str(item.job.folder.path), **fields}
 
 
+def _short_folder(job: FoundJob) -> str:
+    """Return the path of a job's folder for a person: by the job's number, and from here if it lies below."""
+    folder = job.folder.path
+    link = folder.parent / job.job_id
+    named = link if link.is_symlink() and link.resolve() == folder else folder
+    return str(named.relative_to(Path.cwd())) if named.is_relative_to(Path.cwd()) else str(named)
+
+
 def _print_list(listed: list[ListedJob], others: int) -> None:
     if listed:
         from rich.console import Console
@@ -106,9 +116,10 @@ def _print_list(listed: list[ListedJob], others: int) -> None:
             table.add_column(name, overflow="fold")
         for item in listed:
             nodes = item.nodes or (f"({item.reason})" if item.reason else "")
-            cells = (item.job.job_id, item.name, item.state, item.elapsed, item.left, nodes, str(item.job.folder.path))
+            cells = (item.job.job_id, item.name, item.state, item.elapsed, item.left, nodes, _short_folder(item.job))
             table.add_row(*map(Text, cells))
-        Console(highlight=False).print(table)
+        # In a pipe or a file nothing is folded, however long the line is.
+        Console(highlight=False, width=None if sys.stdout.isatty() else 10_000).print(table)
     else:
         click.echo("no job of yours is in the queue")
     if others:

@@ -26,7 +26,7 @@ from monarch_slurm.job.request import NodeSpec, SlurmRequest, option_lines
 from monarch_slurm.job.share import with_share
 from monarch_slurm.job.status import Run, run_command
 from monarch_slurm.job.supervisor import BATCH_VARIABLE
-from monarch_slurm.job.unreachable import no_answer
+from monarch_slurm.job.unreachable import no_answer, slurm_words
 
 LIMIT_NOTICE = 60
 """Seconds before the time limit at which the program is asked to end; Slurm may be up to a minute early."""
@@ -261,7 +261,7 @@ def _explain(said: str, request: SlurmRequest) -> SubmitError | SlurmUnreachable
     silent = no_answer(said, run_command)
     if silent is not None:
         return SlurmUnreachableError(silent)
-    words = "; ".join(line.strip() for line in said.splitlines() if line.strip()) or "sbatch failed and gave no reason"
+    words = slurm_words(said) or "sbatch failed and gave no reason"
     hint = ""
     if "partition" in said.lower():
         hint = f". {_describe(partition_sizes())}".replace(". p", ". P", 1)

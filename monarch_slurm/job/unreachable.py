@@ -34,8 +34,12 @@ def slurm_failure(done: subprocess.CompletedProcess[str], doing: str, run: Run) 
     told = no_answer(done.stderr, run)
     if told is not None:
         return SlurmUnreachableError(told)
-    words = [_PREFIX.sub("", line.strip()) for line in done.stderr.splitlines() if line.strip()]
-    return SlurmUnreachableError(f"{doing}: {'; '.join(words) or f'exit code {done.returncode}'}")
+    return SlurmUnreachableError(f"{doing}: {slurm_words(done.stderr) or f'exit code {done.returncode}'}")
+
+
+def slurm_words(said: str) -> str:
+    """Return in one line what a command of Slurm ``said`` on stderr, without its name before each line."""
+    return "; ".join(_PREFIX.sub("", line.strip()) for line in said.splitlines() if line.strip())
 
 
 def no_answer(said: str, run: Run) -> str | None:

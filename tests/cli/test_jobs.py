@@ -102,6 +102,27 @@ def test_logs_of_a_folder_are_read_without_slurm(run: Run, tmp_path: Path, monke
     assert run("logs", "12", "--host", "n1")[1].endswith("[n1 w-2 3] in a file\n")
 
 
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_jobs_are_listed_with_folders_that_can_be_typed(
+    run: Run, fake_slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    folder = make_job(tmp_path)
+    name = "a name that is not short at all"
+    fake_slurm(
+        squeue=f"echo '12|RUNNING|1:02|58:58|n[1-2]|None|{name}'",
+        scontrol=f"echo 'JobId=12 JobName=x UserId=me({os.getuid()}) WorkDir={tmp_path} StdOut={folder.batch_log}'",
+    )
+    if where == "elsewhere":
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+    code, said = run("status")
+    _, line = said.splitlines()
+    named = line.split()[-1]
+    assert (code, named) == (0, "runs/12" if where == "here" else str(tmp_path / "runs" / "12"))
+    assert Path(named).resolve() == folder.path
+    assert name in line
+
+
 def test_a_training_is_watched_from_its_events(run: Run, fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     fake_slurm(squeue=SQUEUE)
     folder = make_job(tmp_path)
