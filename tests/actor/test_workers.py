@@ -218,7 +218,7 @@ def test_a_program_of_another_machine_that_is_killed_lets_go_at_once(
     import monarch_slurm.host.hub
     from monarch_slurm.config import configure
     monarch_slurm.host.hub.pid_space = lambda: "another machine's"
-    configure(heartbeat_interval=0.2, mesh_orphan_timeout=None)
+    configure(mesh_orphan_timeout=None)
     {SECOND.format(timeout=60, key=key, address=one.address).lstrip()}"""
     first = program(far_off)
     first.expect("procs")
