@@ -5,7 +5,8 @@
 The controller is a real one, with its own hub and one CURVE connection per agent. The agents are simulated, many in a
 process (``bench/scale_agents.py``), with real sockets and the real protocol; their procs are pretended. So what is
 shown is the cost of the controller; what agents and procs do in parallel on a cluster shares this machine here, which
-makes the wall-clock times too long. CPU seconds are those of all threads of the controller process.
+makes the wall-clock times too long. CPU seconds are those of all threads of the controller process. Jobs of 1,000
+hosts and more have a heartbeat every 10 s.
 """
 
 from __future__ import annotations
@@ -36,13 +37,16 @@ from monarch_slurm.controller import gather_hosts, publish
 
 AGENTS = Path(__file__).parent / "scale_agents.py"
 DEADLINE = 600.0
+LINK_SECONDS = 120.0
+IDLE_SECONDS = 5.0
 SIZE_SECONDS = 1800
 
 COLUMNS = {
     "hosts": ("hosts", 1, 0), "join_s": ("join s", 1, 1), "spawn_cpu": ("spawn cpu s", 1, 2),
+    "stop_cpu": ("stop cpu s", 1, 2),
     "call_cpu": ("call cpu ms", 1e3, 2), "call_wall": ("call ms", 1e3, 1),
     "broadcast_cpu": ("broadcast cpu ms", 1e3, 2), "idle_cpu": ("idle cpu %", 100, 1),
-    "rss": ("RSS MB", 1e-6, 0), "fds": ("descriptors", 1, 0),
+    "unlinked": ("not in the tree", 1, 0), "rss": ("RSS MB", 1e-6, 0), "fds": ("descriptors", 1, 0),
     "died_s": ("1 % die: noticed s", 1, 2), "muted_s": ("1 % fall silent: noticed s", 1, 2),
 }  # fmt: skip
 """For each figure: its title, a factor and the decimals shown."""
@@ -94,8 +98,8 @@ def cpu_of(action: Callable[[], Any], seconds: float) -> tuple[float, float]:
     while (passed := time.perf_counter() - began) < seconds or (len(cpus) < 3 and passed < 10 * seconds):
         cpu, wall = time.process_time(), time.perf_counter()
         action()
-        cpus.append(time.process_time() - cpu)
         walls.append(time.perf_counter() - wall)
+        cpus.append(time.process_time() - cpu)
     return statistics.median(cpus), statistics.median(walls)
 
 
@@ -114,8 +118,9 @@ def noticed(agents: Agents, what: str, number: int) -> float:
 def measure(count: int, procs: int, processes: int, seconds: float) -> dict[str, float]:
     """Return the figures of a job of ``count`` hosts."""
     public.unhandled_fault_hook = ignore
-    # Thousands of agents share a few cores here, so none may be called dead for want of CPU.
-    configure(heartbeat_interval=1.0, missed_heartbeats=3 if count < 1000 else 20)
+    # Thousands of agents share a few cores here, so none may be called dead for want of CPU; and calls take so long
+    # that heartbeats would be most of what they seem to cost.
+    configure(heartbeat_interval=1.0 if count < 1000 else 10.0, missed_heartbeats=3)
     limit = settings().heartbeat_interval * settings().missed_heartbeats
     figures: dict[str, float] = {"hosts": count, "silence_limit_s": limit}
     with tempfile.TemporaryDirectory() as name:
@@ -132,9 +137,17 @@ def measure(count: int, procs: int, processes: int, seconds: float) -> dict[str,
             echo: Any = mesh.spawn("echo", Echo)
             echo.initialized.get(DEADLINE)
             figures["spawn_cpu"] = time.process_time() - cpu
-            time.sleep(2.0)
+            other = hosts.spawn_procs({"gpus": procs})
+            other.initialized.get(DEADLINE)
+            cpu = time.process_time()
+            other.stop().get(DEADLINE)
+            figures["stop_cpu"] = time.process_time() - cpu
+            tree = client().hub._caster.tree
+            began = time.perf_counter()
+            while tree.unlinked() and time.perf_counter() < began + LINK_SECONDS:
+                time.sleep(0.5)
             cpu, began = time.process_time(), time.perf_counter()
-            time.sleep(2.0)
+            time.sleep(max(IDLE_SECONDS, settings().heartbeat_interval))
             figures["idle_cpu"] = (time.process_time() - cpu) / (time.perf_counter() - began)
             call = lambda: echo.echo.call(1).get(DEADLINE)  # noqa: E731
             figures["call_cpu"], figures["call_wall"] = cpu_of(call, seconds)
@@ -147,6 +160,7 @@ def measure(count: int, procs: int, processes: int, seconds: float) -> dict[str,
 
             both, _ = cpu_of(broadcasts, seconds)
             figures["broadcast_cpu"] = max(0.0, both - figures["call_cpu"]) / several
+            figures["unlinked"] = len(tree.unlinked())
             gc.collect()
             figures["rss"] = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
             figures["fds"] = len(os.listdir("/proc/self/fd"))

@@ -11,6 +11,7 @@ from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.config import settings
 from monarch_slurm.host.places import Places
 from monarch_slurm.host.shares import for_one_host
+from monarch_slurm.rank_ranges import ranges
 from monarch_slurm.wire import AGENT, CONTROLLER, Address, Message
 from monarch_slurm.wire.pickling import Buffer
 
@@ -56,12 +57,16 @@ class TargetTable:
             known = self._known.get((layout.mesh, ranks))
             if known is not None:
                 return known
+        ranks = ranks if isinstance(ranks, Slice) else sorted(ranks)
         by_host = layout.by_host(ranks)
-        if not isinstance(ranks, Slice):
-            return Targets(layout.mesh, "", by_host)
         self._fanout = self._fanout or settings().max_cast_fanout
-        key = f"{layout.mesh} {ranks!r}" if len(by_host) > self._fanout else ""
-        found = self._known[layout.mesh, ranks] = Targets(layout.mesh, key, by_host)
+        key = ""
+        if len(by_host) > self._fanout:
+            key = f"{layout.mesh} {ranks if isinstance(ranks, Slice) else ranges(ranks)!r}"
+        found = Targets(layout.mesh, key, by_host)
+        if not isinstance(ranks, Slice):
+            return found
+        self._known[layout.mesh, ranks] = found
         while len(self._known) > _REMEMBERED:
             self._known.pop(next(iter(self._known)), None)
         return found

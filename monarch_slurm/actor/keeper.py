@@ -61,11 +61,13 @@ class Keeper:
     Args:
         address: this process.
         send: sends a message.
+        ask_agents: `monarch_slurm.actor.runtime.Runtime.ask_agents`.
     """
 
-    def __init__(self, address: Address, send: Callable[[Message], None]) -> None:
+    def __init__(self, address: Address, send: Callable[[Message], None], ask_agents: Callable[..., None]) -> None:
         self._address = address
         self._send = send
+        self._ask_agents = ask_agents
         self._lock = threading.RLock()
         self._meshes: dict[str, _Procs] = {}
 
@@ -170,9 +172,8 @@ class Keeper:
             self._publish("proc_down", _lost_with(down, kept.layout.mesh, rank).to_fields())
 
     def _kill(self, kept: _Procs, ranks: Collection[int]) -> None:
-        for host, there in kept.layout.by_host(ranks).items():
-            fields = {"mesh": kept.layout.mesh, "ranks": there, "signal": 9}
-            self._send(Message("kill", Address(host, AGENT), self._address, fields))
+        if ranks:
+            self._ask_agents("kill", kept.layout, ranks, signal=9)
 
     def _publish(self, kind: str, fields: dict[str, Any]) -> None:
         self._send(Message("publish", CONTROLLER, self._address, {"kind": kind, "fields": fields}))

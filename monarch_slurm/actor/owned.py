@@ -11,10 +11,12 @@ from monarch_slurm.actor.context import Instance
 from monarch_slurm.actor.errors import MeshFailure
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.messages import ActorDown, ProcsRestart
+from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.actor.shape import Shape
 from monarch_slurm.host.exits import HostDown, ProcDown
 
 Notice = tuple[Instance, MeshFailure]
+Ranks = Slice | Collection[int]
 
 
 @dataclass
@@ -152,6 +154,11 @@ class OwnedMeshes:
     def _forget_if_empty(self, owned: OwnedActors) -> None:
         if not owned.alive:
             self.actors.pop(owned.ref.mesh, None)
+
+
+def all_of(shape: Shape, ranks: set[int]) -> Ranks:
+    """Return the ``ranks`` of a shape, as its slice if they are all of them: that costs less to work with."""
+    return shape.ndslice if len(ranks) == len(shape.ndslice) else set(ranks)
 
 
 def _details(down: ProcDown) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from monarch_slurm.actor.messages import creator_to_fields, ref_to_fields
 from monarch_slurm.actor.owned import OwnedActors
 from monarch_slurm.actor.shape import Point, Shape
 from monarch_slurm.config import settings
-from monarch_slurm.wire import AGENT, CONTROLLER, Address, Message, dumps, loads
+from monarch_slurm.wire import CONTROLLER, dumps, loads
 from monarch_slurm.wire.pickle_fault import explain
 
 T = TypeVar("T", bound=Actor)
@@ -193,9 +193,7 @@ class ProcMesh(MeshTrait):
     def _kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal to the procs of this mesh or slice."""
         runtime = context().actor_instance.runtime
-        for host, ranks in self._layout.by_host(self._shape.ndslice).items():
-            fields = {"mesh": self._layout.mesh, "ranks": ranks, "signal": number}
-            runtime.send(Message("kill", Address(host, AGENT), runtime.address, fields))
+        runtime.ask_agents("kill", self._layout, self._shape.ndslice, signal=number)
 
     async def __aenter__(self) -> ProcMesh:
         if self._has_stopped():

@@ -47,7 +47,10 @@ class Listed:
 
     def __init__(self, answers: dict[int, Source]) -> None:
         self._waiting = dict(answers)
-        self.keys = {name_of(process) for process, _ in answers.values()}
+        self._ranks: dict[str, list[int]] = {}
+        for rank, (process, _) in answers.items():
+            self._ranks.setdefault(name_of(process), []).append(rank)
+        self.keys = set(self._ranks)
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -58,13 +61,12 @@ class Listed:
 
     def lose(self, name: str, mesh: str | None) -> list[tuple[int, Source]]:
         """Wait no longer for the process ``name``, or one actor mesh in it; return what was waited for."""
-        lost = [
-            (rank, (process, ref))
-            for rank, (process, ref) in self._waiting.items()
-            if name_of(process) == name and (mesh is None or (ref is not None and ref.mesh == mesh))
-        ]
-        for rank, _ in lost:
-            del self._waiting[rank]
+        lost = []
+        for rank in self._ranks.get(name, ()):
+            source = self._waiting.get(rank)
+            if source is not None and (mesh is None or (source[1] is not None and source[1].mesh == mesh)):
+                del self._waiting[rank]
+                lost.append((rank, source))
         return lost
 
     def processes(self, hosts: Collection[str]) -> list[Address]:

@@ -20,7 +20,7 @@ from monarch_slurm.actor.keeper import Keeper
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.messages import ActorDown, Call, PortAddress, ProcsRestart
 from monarch_slurm.actor.ndslice import Slice
-from monarch_slurm.actor.owned import Notice, OwnedActors, OwnedMeshes, OwnedProcs
+from monarch_slurm.actor.owned import Notice, OwnedActors, OwnedMeshes, OwnedProcs, Ranks, all_of
 from monarch_slurm.actor.replies import VALUE, CountDown, OfMesh, OnLost, OnReply, ReplyTable
 from monarch_slurm.actor.shape import Shape
 from monarch_slurm.host.exits import HostDown, ProcDown
@@ -65,7 +65,7 @@ class Runtime:
         self._transmit = transmit
         self._make_cell = make_cell
         self.replies = ReplyTable(incarnation)
-        self.keeper = Keeper(address, transmit)
+        self.keeper = Keeper(address, transmit, self.ask_agents)
         self._cells: dict[str, Cell] = {}
         self._ended_cells = Tombstones()
         self.owned = OwnedMeshes()
@@ -107,6 +107,10 @@ class Runtime:
         targets = self._targets.find(layout, base_ranks)
         for message in targets.messages(self.address, self.places, fields, body):
             self.send(message)
+
+    def ask_agents(self, request: str, layout: ProcLayout, base_ranks: Iterable[int], **fields: Any) -> None:
+        """Ask the agents of the procs ``base_ranks`` for something ("stop", "kill")."""
+        self.cast(layout, base_ranks, {"request": request, "mesh": layout.mesh, **fields}, [])
 
     def post(self, port: PortAddress, rank: int, status: str, frames: Sequence[Buffer], **receipt: PortAddress) -> None:
         """Send an answer to a port; a ``receipt`` hears that it has come there."""
@@ -328,9 +332,7 @@ class Runtime:
             procs, actors = self.owned.of(instance)
             return [(mesh.layout, mesh.shape) for mesh in procs], [(mesh.actor_class, mesh.ref) for mesh in actors]
 
-    def stop_procs(
-        self, layout: ProcLayout, base_ranks: Iterable[int], timeout: float, on_stopped: Callable[[], None]
-    ) -> None:
+    def stop_procs(self, layout: ProcLayout, base_ranks: Ranks, timeout: float, on_stopped: Callable[[], None]) -> None:
         """End procs, which may take ``timeout`` seconds; ``on_stopped`` is called when all are gone."""
         ranks = sorted(base_ranks)
         with self._lock:
@@ -338,13 +340,12 @@ class Runtime:
         self.keeper.forget_procs(layout.mesh, ranks)
         # No answer ever comes: what is waited for is the news that each proc is no more.
         count_down = CountDown(len(ranks), on_stopped)
-        self.expect_from(None, layout, [(rank, rank) for rank in ranks], lambda *_: None, count_down, durable=True)
-        for host, there in layout.by_host(ranks).items():
-            fields = {"mesh": layout.mesh, "ranks": there, "timeout": timeout}
-            self.send(Message("stop", Address(host, AGENT), self.address, fields))
+        whom = base_ranks if isinstance(base_ranks, Slice) else [(rank, rank) for rank in ranks]
+        self.expect_from(None, layout, whom, lambda *_: None, count_down, durable=True)
+        self.ask_agents("stop", layout, base_ranks, timeout=timeout)
 
     def stop_actors(
-        self, ref: ActorRef, base_ranks: Iterable[int], reason: str, timeout: float, on_stopped: Callable[[], None]
+        self, ref: ActorRef, base_ranks: Ranks, reason: str, timeout: float, on_stopped: Callable[[], None]
     ) -> None:
         """End actors after what was sent to them before; ``on_stopped`` is called when all have ended.
 
@@ -357,8 +358,7 @@ class Runtime:
         self._forget_actors(ref.layout, ref.mesh, ranks)
         count_down = CountDown(len(ranks), on_stopped)
         self.expect_from(ref, ref.layout, [(rank, rank) for rank in ranks], lambda *_: None, count_down)
-        fields = {"op": "stop", "mesh": ref.mesh, "reason": reason, "timeout": timeout}
-        self.cast(ref.layout, base_ranks if isinstance(base_ranks, Slice) else ranks, fields, [])
+        self.cast(ref.layout, base_ranks, {"op": "stop", "mesh": ref.mesh, "reason": reason, "timeout": timeout}, [])
 
     def release(self, instance: Instance, reason: str, timeout: float) -> threading.Event:
         """End everything that ``instance`` owns: a mesh never outlives its owner.
@@ -373,8 +373,8 @@ class Runtime:
             procs, actors = self.owned.of(instance)
             ending = {mesh.layout.mesh for mesh in procs}
             elsewhere = [mesh for mesh in actors if mesh.ref.layout.mesh not in ending]
-            ranks_of_procs = [(mesh.layout, set(mesh.alive)) for mesh in procs]
-            ranks_of_actors = [(mesh.ref, set(mesh.alive)) for mesh in elsewhere]
+            ranks_of_procs = [(mesh.layout, all_of(mesh.shape, mesh.alive)) for mesh in procs]
+            ranks_of_actors = [(mesh.ref, all_of(mesh.ref.shape, mesh.alive)) for mesh in elsewhere]
         ended = threading.Event()
         one_ended = CountDown(len(ranks_of_procs) + len(ranks_of_actors), ended.set)
         # What an owned mesh itself owns has to be gone before the time is up.

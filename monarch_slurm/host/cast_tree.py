@@ -87,6 +87,10 @@ class CastTree:
         node = self._nodes.get(host)
         return node is not None and node.linked
 
+    def unlinked(self) -> list[str]:
+        """Return the hosts that are under the controller although there is a host above them."""
+        return [host for host, node in self._nodes.items() if not node.linked and self.parent(host) is not None]
+
     def parent(self, host: str) -> str | None:
         """Return the host that has the slot above, linked or not."""
         return self._hosts.get(parent_slot(self._nodes[host].slot, self.fanout))

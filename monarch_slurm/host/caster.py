@@ -133,7 +133,7 @@ class Caster:
     def heard(self, host: str, casts: int) -> None:
         """A host has had all casts up to the number ``casts``."""
         self._acked[host] = casts
-        if self._is_late(host) and not self._is_late(self.tree.parent(host) or ""):
+        if casts < self._marks[0] and self._is_late(host) and not self._is_late(self.tree.parent(host) or ""):
             self._cut(host, "casts that were passed on to it have not arrived")
 
     def beat(self) -> None:

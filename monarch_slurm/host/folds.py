@@ -1,6 +1,7 @@
 """Answers of many procs on their way to the controller, folded into few messages as they go up the tree of agents.
 
-What an agent has for the controller at the end of a round of its loop becomes one *entry*: small answers of its procs.
+What an agent has for the controller at the end of a round of its loop becomes one *entry*: small answers of its procs,
+and the ends of those that were told to end. (That of one that fails does not wait for any agent on the way.)
 Agents above add the entries that come to them to their own, so nobody waits for anybody. As on the way down (see
 `cast_order`), nobody on the way is trusted: entries are numbered by their host, which keeps them until the controller
 has acknowledged them, sends them again over its own connection when the way breaks, and puts barriers into what it
@@ -27,8 +28,13 @@ Reply = tuple[int, int, str, list[bytes]]
 
 
 def is_foldable(message: Message) -> bool:
-    """Return whether ``message`` is a small answer for the controller."""
-    return message.kind == "port" and message.dst == CONTROLLER and sum(map(len, message.body)) <= SMALL_BYTES
+    """Return whether ``message`` is a small answer for the controller, or the expected end of a proc."""
+    if message.dst != CONTROLLER:
+        return False
+    if message.kind == "port":
+        return sum(map(len, message.body)) <= SMALL_BYTES
+    fields = message.fields
+    return message.kind == "proc_down" and fields["expected"] and sum(map(len, fields["stderr_tail"])) <= SMALL_BYTES
 
 
 class Folder:
@@ -41,25 +47,29 @@ class Folder:
     def __init__(self, host: str) -> None:
         self._host = host
         self._waiting: list[Reply] = []
+        self._ends: list[dict[str, Any]] = []
         self._number = 0
         self._directs = 0
         self._barred = 0
         self._kept: deque[tuple[int, float, bytes]] = deque()
 
     def add(self, message: Message) -> bool:
-        """Add an answer; return whether it is the first since `take`."""
+        """Add an answer, or an end; return whether it is the first since `take`."""
         fields = message.fields
-        frames = [bytes(in_place(frame)) for frame in message.body]
-        self._waiting.append((fields["port"], fields["rank"], fields["status"], frames))
-        return len(self._waiting) == 1
+        if message.kind == "proc_down":
+            self._ends.append(fields)
+        else:
+            frames = [bytes(in_place(frame)) for frame in message.body]
+            self._waiting.append((fields["port"], fields["rank"], fields["status"], frames))
+        return len(self._waiting) + len(self._ends) == 1
 
     def take(self, now: float) -> bytes:
         """Return the entry of what was added, which is kept; nothing if nothing was."""
-        if not self._waiting:
+        if not self._waiting and not self._ends:
             return b""
         self._number += 1
-        entry = pack([self._host, self._number, self._directs, self._waiting])
-        self._waiting = []
+        entry = pack([self._host, self._number, self._directs, self._waiting, self._ends])
+        self._waiting, self._ends = [], []
         self._kept.append((self._number, now, entry))
         return entry
 
@@ -89,8 +99,8 @@ class Folder:
         return b"".join(entry for _, _, entry in self._kept)
 
 
-def entries(body: Sequence[Buffer]) -> Iterator[tuple[str, int, int, list[Any]]]:
-    """Yield the entries in the body of a message: host, number, direct messages before it, answers.
+def entries(body: Sequence[Buffer]) -> Iterator[tuple[str, int, int, list[Any], list[dict[str, Any]]]]:
+    """Yield the entries in the body of a message: host, number, direct messages before it, answers, ends of procs.
 
     Raises:
         WireError: these are none.

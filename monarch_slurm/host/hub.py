@@ -291,21 +291,23 @@ class Hub:
                 self._orders[peer].direct(message)
 
     def _unfold(self, message: Message) -> None:
-        for host, number, directs, replies in entries(message.body):
+        for host, number, directs, replies, ends in entries(message.body):
             if host in self._orders:
-                ports = Message("ports", CONTROLLER, Address(host, AGENT), {"replies": replies})
-                self._orders[host].share(number, number - 1, directs, ports)
+                entry = Message("ports", CONTROLLER, Address(host, AGENT), {"replies": replies, "ends": ends})
+                self._orders[host].share(number, number - 1, directs, entry)
 
     def _in_order(self, message: Message) -> None:
         """Take a message for the controller when it is its turn among those of its host."""
         if message.kind == "bye":
             self._left(message.src.host)
-        else:
-            if message.kind == "proc_down":
-                with self._lock:
-                    told = self._contacts.of_proc(message.fields, self.hosts)
-                self._tell_agents(message, told - {message.src.host})
-            self._on_message(message)
+            return
+        if message.kind == "proc_down":
+            with self._lock:
+                told = self._contacts.of_proc(message.fields, self.hosts)
+            self._tell_agents(message, told - {message.src.host})
+        self._on_message(message)
+        for fields in message.fields["ends"] if message.kind == "ports" else ():
+            self._in_order(Message("proc_down", CONTROLLER, message.src, fields))
 
     def _quickly_from_agent(self, peer: str, message: Message) -> bool:
         order = self._orders.get(peer)
@@ -399,12 +401,6 @@ class Hub:
 
 
 def _agent_settings() -> dict[str, object]:
-    names = (
-        "heartbeat_interval",
-        "missed_heartbeats",
-        "mesh_orphan_timeout",
-        "process_exit_timeout",
-        "stderr_tail_lines",
-    )
+    heartbeats = ("heartbeat_interval", "missed_heartbeats", "mesh_orphan_timeout")
     current = settings()
-    return {name: getattr(current, name) for name in names}
+    return {name: getattr(current, name) for name in (*heartbeats, "process_exit_timeout", "stderr_tail_lines")}

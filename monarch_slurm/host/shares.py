@@ -49,10 +49,12 @@ def divide(share: Message) -> tuple[tuple[int, int, list[int]] | None, dict[int,
 def for_one_host(message: Message, address: Address, ranks: list[int]) -> Message:
     """Return what the "casts" ``message``, or the share of one, is to the agent ``address`` with its procs ``ranks``.
 
-    That is a "cast", or with the field ``each`` the request to spawn those procs; ``each`` says what is particular
-    to each proc of a host.
+    That is a "cast"; with the field ``request`` something that the agent itself is asked for, "stop" or "kill"; with
+    ``each``, which says what is particular to each proc of a host, the request to spawn those procs.
     """
     fields = message.fields
+    if "request" in fields:
+        return Message(fields["request"], address, message.src, {**fields, "ranks": ranks})
     if "each" not in fields:
         return Message("cast", address, message.src, {**fields, "base_ranks": ranks}, message.body)
     first = ranks[0] - ranks[0] % len(fields["each"])

@@ -144,8 +144,16 @@ def test_all_adverbs_slices_and_senders_keep_their_order(tree: Tree, failures: l
             assert numbers_of(seen, name) == expected_of(parts, numbers, rank), (rank, name)
     assert tree.whole()
     assert client().hub._caster._number > casts + 100, "casts go down the tree"
+    casts = client().hub._caster._number
     procs.stop().get(DEADLINE)
+    assert client().hub._caster._number == casts + 1, "so does a stop"
     assert not failures
+    doomed = tree.mesh.spawn_procs()
+    doomed.initialized.get(DEADLINE)
+    casts = client().hub._caster._number
+    doomed._kill()
+    assert client().hub._caster._number == casts + 1, "and a kill"
+    wait_until(lambda: sum(len(failure.crashed_ranks) for failure in failures) == HOSTS, "all have been killed")
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
