@@ -72,8 +72,7 @@ def check_changes(folder: Path, events: Sequence[Event], config: TrainConfig) ->
             f"the run in {folder} cannot go on with {', '.join(fixed)}: what it has learnt depends on it; "
             "leave the option out, or start a new run without --resume"
         )
-    trained = saved_tokens(folder, events)
-    if config.tokens <= trained:
+    if "tokens" in changes and config.tokens <= (trained := saved_tokens(folder, events)):
         raise ConfigError(
             f"the run in {folder} cannot go on with --tokens {config.tokens}: its saved state has {trained} already"
         )

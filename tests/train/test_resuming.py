@@ -70,6 +70,17 @@ def test_no_fewer_tokens_than_are_trained(folder: Path) -> None:
         resumed_config(folder, {"tokens": 1200})
 
 
+def test_a_run_that_was_saved_at_its_very_end_goes_on_to_finish(folder: Path) -> None:
+    mark_saved(SavedState(str(folder), 9, 0, (), ()))
+    with (folder / "journal.jsonl").open("w") as file:
+        for event in (
+            {"kind": "run_started", "t": 1.0, "config": BEFORE.to_dict()},
+            {"kind": "sync", "t": 2.0, "step": 9, "committed": True, "tokens": BEFORE.tokens},
+        ):
+            file.write(json.dumps(event) + "\n")
+    assert resumed_config(folder, {"tokens": BEFORE.tokens}) == BEFORE
+
+
 def test_what_is_no_run_or_has_finished_does_not_go_on(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not the folder of a run: it has no journal\.jsonl"):
         resumed_config(folder / "state", {})
