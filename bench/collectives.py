@@ -1,6 +1,6 @@
 """all_reduce of `monarch_slurm.collectives` beside torch.distributed's NCCL, on the same GPUs in the same run.
 
-    python bench/collectives.py --json collectives.json
+    python bench/collectives.py --json collectives.json --plot collectives.svg
 
 Both run in the same two or more processes, one per GPU, in turns; a row gives the median time of an operation and the
 bus bandwidth, ``2 (n - 1) / n * bytes / time``. The last rows time making a communicator anew after an abort.
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import plots
 import torch
 import torch.distributed as dist
 
@@ -92,9 +93,19 @@ def rank_main(rank: int, size: int, store: str, out: Any, invitations: list[Any]
     os._exit(0)
 
 
+def plot(path: Path, gpus: int, rows: list[dict[str, Any]]) -> None:
+    curves = [
+        ("monarch_slurm", plots.OURS, [row["bus_gb_s"] for row in rows]),
+        ("torch.distributed", plots.THEIRS, [row["peer_bus_gb_s"] for row in rows]),
+    ]
+    title = f"all_reduce of float32 among {gpus} GPUs: bus bandwidth, GB/s"
+    plots.lines(path, title, [row["bytes"] for row in rows], curves)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="draw the bus bandwidths into this file (SVG)")
     parser.add_argument("--gpus", type=int, default=0, help="0: all")
     arguments = parser.parse_args()
     build_native(["_native"])
@@ -119,6 +130,8 @@ def main() -> None:
         print(f"{name:<14} {' '.join(f'{value:.3f}' for value in result[name])}")
     if arguments.json:
         arguments.json.write_text(json.dumps({"gpus": size, "torch": torch.__version__, **result}, indent=1))
+    if arguments.plot:
+        plot(arguments.plot, size, result["rows"])
 
 
 if __name__ == "__main__":

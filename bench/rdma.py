@@ -1,14 +1,15 @@
 """How fast buffers move, beside the plain tool for the same work in the same run: memcpy, iperf3, ib_write_bw.
 
-    python bench/rdma.py [host] [tcp] [verbs] [gpu] [--json FILE] [--torchmonarch PYTHON]
+    python bench/rdma.py [host] [tcp] [verbs] [gpu] [--json FILE] [--plot FILE] [--torchmonarch PYTHON]
 
 ``host``: ``read_into`` between two processes of this machine, against memcpy of as many bytes in one thread; with the
 interpreter of an environment that has torchmonarch, against its TCP backend, too.
 ``tcp``: the TCP engine over loopback against ``iperf3`` with as many streams.
 ``gpu``: ``read_into`` between the memory of two GPUs (of one, if there is one) that two processes own, against torch's
 copy between the two in one process.
-``verbs``: run it where there is an RDMA device; 16 MiB writes against
-``ib_write_bw``. Every figure is the median of its runs, with the spread; the two sides take turns.
+``verbs``: where there is an RDMA device (``RDMA_DEV`` and ``RDMA_GID`` name another than perftest takes), 16 MiB one
+after the other against ``ib_write_bw`` and ``ib_read_bw``. Every figure is the median of its runs, with the spread; the
+two sides take turns.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import plots
 
 from monarch_slurm.actor import Actor, endpoint, this_host
 from monarch_slurm.config import configure
@@ -183,26 +186,36 @@ def gpu(runs: int) -> list[dict[str, Any]]:
     return rows
 
 
-def verbs(runs: int) -> list[dict[str, Any]]:
-    size = 16 * MIB
-    device = os.environ.get("RDMA_DEV", "")
-    options = ["ib_write_bw", "-s", str(size), "-n", "5", "-F", "--report_gbits", *(["-d", device] if device else [])]
+def perftest(tool: str, size: int, messages: int) -> float:
+    """Return the seconds that each message takes ``tool``, between two processes of this machine."""
+    options = [tool, "-s", str(size), "-n", str(messages), "-F"]
+    options += ["-d", os.environ["RDMA_DEV"]] if "RDMA_DEV" in os.environ else []
     options += ["-x", os.environ["RDMA_GID"]] if "RDMA_GID" in os.environ else []
+    # It tells a pipe nothing before it ends, unless it is made to.
+    server = subprocess.Popen(["stdbuf", "-oL", *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert server.stdout is not None
+    for line in server.stdout:
+        if "Waiting for client" in line:
+            break
+    text = subprocess.run([*options, "localhost"], check=True, capture_output=True, text=True).stdout
+    server.communicate()
+    average = next(line.split() for line in text.splitlines() if line.split()[:1] == [str(size)])[3]
+    return size / (float(average) * MIB)
+
+
+def verbs(runs: int) -> list[dict[str, Any]]:
+    size, messages = 16 * MIB, 5
     owner, user = pair("ibverbs")
-    buffer = owner.make.call_one(size, False).get(100)
-    ours, plain = [], []
-    for _ in range(runs):
-        ours += user.copy.call_one(buffer, 3, True).get(100)[0]
-        server = subprocess.Popen(options, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert server.stdout is not None
-        for line in server.stdout:
-            if "Waiting for client" in line:
-                break
-        text = subprocess.run([*options, "localhost"], check=True, capture_output=True, text=True).stdout
-        server.communicate()
-        last = next(line.split() for line in text.splitlines() if line.split()[:1] == [str(size)])
-        plain.append(size / (float(last[3]) / 8 * 1e9))
-    return [row("write_from, ibverbs", size, ours, plain, "ib_write_bw")]
+    buffer = owner.make.call_one(size, False).get()
+    rows = []
+    for name, tool, write in (("write_from", "ib_write_bw", True), ("read_into", "ib_read_bw", False)):
+        ours, plain = [], []
+        for _ in range(runs):
+            times, _, backend = user.copy.call_one(buffer, messages, write).get()
+            ours.append(statistics.mean(times))
+            plain.append(perftest(tool, size, messages))
+        rows.append(row(f"{name}, {backend}", size, ours, plain, tool))
+    return rows
 
 
 def main() -> None:
@@ -211,6 +224,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=7, help="of each figure")
     parser.add_argument("--torchmonarch", metavar="PYTHON", default="", help="interpreter that has torchmonarch")
     parser.add_argument("--json", help="write the figures to this file, too")
+    parser.add_argument("--plot", type=Path, help="draw them into this file (SVG)")
     arguments = parser.parse_args()
     rows = []
     for what in arguments.what:
@@ -225,6 +239,11 @@ def main() -> None:
         facts = {"python": sys.version.split()[0], "kernel": platform.release(), "cpus": os.cpu_count(), "rows": rows}
         with open(arguments.json, "w") as file:
             json.dump(facts, file, indent=2)
+    if arguments.plot:
+        pairs = [
+            (f"{line['what']}, {line['MiB']:g} MiB", line["GB/s"], line["against"], line["its GB/s"]) for line in rows
+        ]
+        plots.bars(arguments.plot, "Moving buffers", "GB/s", pairs)
 
 
 if __name__ == "__main__":
