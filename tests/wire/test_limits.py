@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 import zmq
+from support import REPOSITORY
 
 from monarch_slurm.wire.limits import (
     RESERVE,
@@ -52,3 +55,34 @@ def test_what_is_left() -> None:
     text = descriptor_limit("each host takes one")
     assert text.startswith(f"{descriptors_in_use()} of {soft} file descriptors are in use; each host takes one. ")
     assert f"hard limit {hard}" in text
+
+
+WITHOUT_DESCRIPTORS = """
+import os, resource, socket
+from monarch_slurm.wire import WireError
+from monarch_slurm.wire.bulk import BULK_BYTES, Bulk
+from monarch_slurm.wire.stream import Stream
+
+one, other = socket.socketpair()
+sender, receiver = Stream(one), Stream(other)
+bulk = Bulk.of(bytes(BULK_BYTES))
+with sender.lock:
+    sender.write([bulk])
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 128))
+try:
+    while True:
+        os.open("/dev/null", os.O_RDONLY)
+except OSError:
+    pass
+try:
+    receiver.read()
+except WireError as error:
+    print(error)
+"""
+
+
+def test_a_receiver_of_large_buffers_without_descriptors_says_what_to_raise() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    text = subprocess.check_output([sys.executable, "-c", WITHOUT_DESCRIPTORS], env=environment, text=True)
+    assert text.startswith("a large buffer could not be taken: 64 of 64 file descriptors are in use; each takes one")
+    assert "ulimit -n 128 (hard limit 128;" in text
