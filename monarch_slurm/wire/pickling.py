@@ -74,7 +74,7 @@ def dumps(value: Any) -> list[Buffer]:
 
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=keep_in_band).dump(value)
-    return _in_pieces([stream.getbuffer(), *buffers])
+    return _in_pieces([stream.getvalue(), *buffers])  # a view of it could not be collected as part of a cycle
 
 
 def loads(frames: Sequence[Buffer]) -> Any:

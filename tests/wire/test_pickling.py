@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import enum
+import gc
+import sys
 from typing import Any
 
 import numpy as np
@@ -102,3 +104,15 @@ def test_functions_that_travel_by_value_keep_the_name_of_their_file() -> None:
     exec(compile("def outer():\n  def inner(): raise ValueError\n  return inner", "/a/model.py", "exec"), namespace)
     for copied in (loads(dumps(namespace["outer"])), from_bytes(to_bytes(namespace["outer"]))):
         assert copied.__code__.co_filename == copied().__code__.co_filename == "/a/model.py"
+
+
+def test_what_was_pickled_can_be_collected_with_what_refers_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # what others have left
+    told: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    for value in (ValueError(1), lambda: told, [1, {"a": object()}]):
+        cycle: list[object] = [dumps(value)]
+        cycle.append(cycle)
+        del cycle
+    gc.collect()
+    assert not told
