@@ -84,6 +84,8 @@ class _Settings:
     """Bytes that one buffer of an argument or a result, or all the rest of it, may have."""
     max_cast_fanout: int = 16
     """Hosts that a call is sent to by one: calls on more go down a tree of hosts, of this fan-out."""
+    direct_link_after: int = 8
+    """Calls of one process after which it is connected with a proc of its host directly; 0: never."""
     default_transport: str = "unix"
     """Monarch's choice of a transport. Of ``tcp://host:port``, attached workers are told to dial that host."""
     rdma_transports: str = "local,shm,process_vm,gpu_ipc,ibverbs,tcp"
@@ -179,7 +181,7 @@ _KEYS: dict[str, _Key] = {
     **{name: _Key(int, None, optional=True) for name in NUMBERS_OR_NONE},
     **_ACTING,
 }
-_MAY_BE_ZERO = {"stderr_tail_lines", "rdma_registration_cache_mb"}
+_MAY_BE_ZERO = {"direct_link_after", "stderr_tail_lines", "rdma_registration_cache_mb"}
 
 
 def _checked(name: str, given: Any, where: str) -> Any:

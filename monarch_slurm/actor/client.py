@@ -22,6 +22,8 @@ from monarch_slurm.actor.context import Instance, may_boot_client, set_client_bo
 from monarch_slurm.actor.debugger.desk import DebugDesk
 from monarch_slurm.actor.debugger.hook import Debugging
 from monarch_slurm.actor.debugger.terminal import watch_stops
+from monarch_slurm.actor.direct import DirectLinks
+from monarch_slurm.actor.direct_link import kill_message
 from monarch_slurm.actor.errors import MeshFailure
 from monarch_slurm.actor.forks import not_in_forks
 from monarch_slurm.actor.future import Future
@@ -35,7 +37,7 @@ from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.config import get_global_config, settings, warn_of_unknown_variables
 from monarch_slurm.host import HostDown, HostInfo, Hub, ProcDown
 from monarch_slurm.host.stacks import register_stacks
-from monarch_slurm.wire import CONTROLLER, JobKeys, Loop, Message
+from monarch_slurm.wire import CONTROLLER, Address, JobKeys, Loop, Message, WireError
 from monarch_slurm.wire.runtime_dir import check_runtime_dir
 
 logger = logging.getLogger(__name__)
@@ -85,8 +87,20 @@ class Client:
         self.proc_failures: deque[ProcDown] = deque(maxlen=_REMEMBERED_FAILURES)
         self.started_at = time.time()
         self.hub = Hub(self._loop, JobKeys.make(), self._take, self._host_joined, self._host_down, self._take_at_once)
+        self.direct = DirectLinks(
+            CONTROLLER,
+            0,
+            self.hub.near,
+            self.hub.send,
+            self.hub.near.knows,
+            lambda message: True,
+            lambda message: self.runtime.handle_at_once(message),
+            self._take_in,
+            self._proc_broken,
+        )
         self.runtime = Runtime(CONTROLLER, socket.gethostname(), not_in_forks(self._send), make_cell)
         self.stand_ins = StandIns()
+        self.hub.on_passed = self.direct.make_way
         self.hub.find_stand_in = self._find_stand_in
         self.runtime.on_retire = lambda host: self._loop.call_soon(lambda: self._retire(host))
         self._local = LocalHost(self._loop, self.hub, self._set_local_host)
@@ -197,9 +211,13 @@ class Client:
 
     def _send(self, message: Message) -> None:
         self._local.ensure(message.dst.host)
-        driving.send_whole(self.hub.send, message)
+        driving.send_whole(self.direct.send, message)
 
     def _take(self, message: Message) -> None:
+        if not self.direct.take(message):
+            self._take_in(message)
+
+    def _take_in(self, message: Message) -> None:
         if message.kind == "ports":
             self.runtime.replies.take_many(message.fields["replies"])
             return
@@ -212,7 +230,11 @@ class Client:
             logger.error("unknown message %r from %s", message.kind, message.src)
 
     def _take_at_once(self, message: Message) -> bool:
-        return self.runtime.handle_at_once(message)
+        return not self.direct.blocks(message) and self.runtime.handle_at_once(message)
+
+    def _proc_broken(self, proc: Address, error: WireError) -> None:
+        logger.error("%s on the direct link from %s: ending it", error, proc)
+        self.hub.send(kill_message(proc, CONTROLLER))
 
     def _host_joined(self, info: HostInfo) -> None:
         self._local.joined(info)

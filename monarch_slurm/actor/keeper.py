@@ -129,7 +129,8 @@ class Keeper:
             kept.causes.update(dict.fromkeys(verdict.killed, down))
             if down.rank in verdict.restarted:
                 cause = kept.causes.pop(down.rank, down)
-                self._publish("procs_restart", ProcsRestart(cause, (down.rank,)).to_fields())
+                restart = ProcsRestart(cause, (down.rank,), incarnation=kept.incarnation)
+                self._publish("procs_restart", restart.to_fields())
             self._kill(kept, verdict.killed)
             if down.rank in verdict.given_up:
                 self._publish("proc_down", down.to_fields())
@@ -161,7 +162,8 @@ class Keeper:
                 option = {"mesh": mesh, "ranks": [rank], **kept.logging[rank], **_NO_ANSWER}
                 self._send(Message("logging", agent, self._address, option))
             end = _lost_with(down, mesh, again[0])
-            self._publish("procs_restart", ProcsRestart(end, tuple(again), down.replaced_by).to_fields())
+            restart = ProcsRestart(end, tuple(again), down.replaced_by, kept.incarnation)
+            self._publish("procs_restart", restart.to_fields())
             kept.causes.update(dict.fromkeys(verdict.killed, end))
         self._kill(kept, verdict.killed)
         self._tell_lost(kept, verdict.given_up, down)

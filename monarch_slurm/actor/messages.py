@@ -79,11 +79,13 @@ class ProcsRestart:
         down: the end of the one that failed.
         ranks: all of them, in the proc mesh ``down.mesh``.
         replaced_by: name of the host where they start, if that on which all of them were is lost.
+        incarnation: the last that has ended; those that start have higher numbers.
     """
 
     down: ProcDown
     ranks: tuple[int, ...]
     replaced_by: str = ""
+    incarnation: int = 0
 
     @property
     def procs(self) -> list[str]:
@@ -101,12 +103,18 @@ class ProcsRestart:
 
     def to_fields(self) -> dict[str, Any]:
         """Return this as plain values."""
-        return {"down": self.down.to_fields(), "ranks": list(self.ranks), "replaced_by": self.replaced_by}
+        return {
+            "down": self.down.to_fields(),
+            "ranks": list(self.ranks),
+            "replaced_by": self.replaced_by,
+            "incarnation": self.incarnation,
+        }
 
     @staticmethod
     def from_fields(fields: dict[str, Any]) -> ProcsRestart:
         """Return what `to_fields` was called on."""
-        return ProcsRestart(ProcDown(**fields["down"]), tuple(fields["ranks"]), fields["replaced_by"])
+        down = ProcDown(**fields["down"])
+        return ProcsRestart(down, tuple(fields["ranks"]), fields["replaced_by"], fields["incarnation"])
 
 
 def ref_to_fields(ref: ActorRef) -> list[Any]:

@@ -15,6 +15,8 @@ from monarch_slurm.actor.birth import make_cell
 from monarch_slurm.actor.code_sync.receiver import set_agent_folder
 from monarch_slurm.actor.context import set_client_boot
 from monarch_slurm.actor.debugger.hook import Debugging, call_ended
+from monarch_slurm.actor.direct import DirectLinks
+from monarch_slurm.actor.direct_link import kill_message
 from monarch_slurm.actor.errors import ActorError
 from monarch_slurm.actor.forks import not_in_forks
 from monarch_slurm.actor.layout import ProcLayout
@@ -28,7 +30,7 @@ from monarch_slurm.config import clear_runtime_config, configure
 from monarch_slurm.host.identity import SUPERVISED_VARIABLE, take_no_sigterm
 from monarch_slurm.host.proc import ProcSpec
 from monarch_slurm.host.stacks import register_stacks
-from monarch_slurm.wire import AGENT, Address, Loop, Message, StreamLink, WireError, dumps
+from monarch_slurm.wire import AGENT, CONTROLLER, Address, Loop, Message, StreamLink, WireError, dumps
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +47,21 @@ class _Proc:
             lambda _, message: self._take(message),
             self._broken,
             self._agent_gone,
-            lambda _, message: not self._starting and not self._held and self._runtime.handle_at_once(message),
+            lambda _, message: not self._direct.blocks(message) and self._take_at_once(message),
         )
         self._link.connect(Path(spec.agent_socket), spec.proc)
-        send = not_in_forks(self._link.send)
+        self._direct = DirectLinks(
+            address,
+            spec.incarnation,
+            self._link,
+            self._link.send,
+            lambda host: host == spec.host,
+            lambda message: self._runtime.knows(message.fields.get("mesh", "")),
+            self._take_at_once,
+            self._take_in,
+            self._peer_broken,
+        )
+        send = not_in_forks(self._direct.send)
         self._runtime = Runtime(address, spec.host_name, send, make_cell, spec.incarnation)
         self._runtime.local_host = spec.host
         set_agent_folder(Path(spec.agent_socket).parent)
@@ -68,6 +81,13 @@ class _Proc:
         return self._exit_code
 
     def _take(self, message: Message) -> None:
+        if not self._direct.take(message):
+            self._take_in(message)
+
+    def _take_at_once(self, message: Message) -> bool:
+        return not self._starting and not self._held and self._runtime.handle_at_once(message)
+
+    def _take_in(self, message: Message) -> None:
         if message.kind == "debug_input":
             self._debugging.feed(message)
             return
@@ -143,6 +163,13 @@ class _Proc:
         logger.critical("%s on the link from the agent: ending", error)
         self._exit_code = 1
         self._loop.stop()
+
+    def _peer_broken(self, peer: Address, error: WireError) -> None:
+        if peer == CONTROLLER:
+            self._broken("", error)
+            return
+        logger.error("%s on the direct link from %s: ending it", error, peer)
+        self._link.send(kill_message(peer, self._runtime.address))
 
     def _agent_gone(self, peer: str) -> None:
         self._exit_code = 1

@@ -189,9 +189,10 @@ class ReplyTable:
         number = next(self._numbers)
         waited_for = answers if isinstance(answers, OfMesh) else Listed(answers)
         with self._lock:
-            self._replies[number] = _Expected(on_reply, on_lost, waited_for, durable, keeper)
+            # In this order: a signal handler may raise in between, and what is here without a key is never given up.
             for key in waited_for.keys:
                 self._by_key.setdefault(key, set()).add(number)
+            self._replies[number] = _Expected(on_reply, on_lost, waited_for, durable, keeper)
         return number
 
     def take(self, number: int, rank: int, status: str, frames: Sequence[Buffer]) -> bool:
@@ -233,7 +234,10 @@ class ReplyTable:
             for name in map(name_of, processes):
                 for key in (name, name.rpartition(".")[0]):
                     for number in list(self._by_key.get(key, ())):
-                        expected = self._replies[number]
+                        expected = self._replies.get(number)
+                        if expected is None:
+                            self._forget_key(key, number)
+                            continue
                         if restarted and expected.durable:
                             continue
                         for rank, (source, ref) in expected.answers.lose(name, mesh):
@@ -263,10 +267,13 @@ class ReplyTable:
     def _close(self, number: int, expected: _Expected) -> None:
         del self._replies[number]
         for key in expected.answers.keys:
-            numbers = self._by_key[key]
-            numbers.discard(number)
-            if not numbers:
-                del self._by_key[key]
+            self._forget_key(key, number)
+
+    def _forget_key(self, key: str, number: int) -> None:
+        numbers = self._by_key[key]
+        numbers.discard(number)
+        if not numbers:
+            del self._by_key[key]
 
 
 def name_of(process: Address) -> str:

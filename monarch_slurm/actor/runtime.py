@@ -104,8 +104,7 @@ class Runtime:
         """Send to the procs ``base_ranks``: one message per host, or if there are many hosts one for all of them."""
         if layout.keeper is not None:
             fields = {**fields, "kept": True}
-        targets = self._targets.find(layout, base_ranks)
-        for message in targets.messages(self.address, self.places, fields, body):
+        for message in self._targets.find(layout, base_ranks).messages(self.address, self.places, fields, body):
             self.send(message)
 
     def ask_agents(self, request: str, layout: ProcLayout, base_ranks: Iterable[int], **fields: Any) -> None:
@@ -114,9 +113,8 @@ class Runtime:
 
     def post(self, port: PortAddress, rank: int, status: str, frames: Sequence[Buffer], **receipt: PortAddress) -> None:
         """Send an answer to a port; a ``receipt`` hears that it has come there."""
-        host, proc, number = port
-        fields = {"port": number, "rank": rank, "status": status, **receipt}
-        self.send(Message("port", Address(host, proc), self.address, fields, frames))
+        fields = {"port": port[2], "rank": rank, "status": status, **receipt}
+        self.send(Message("port", Address(*port[:2]), self.address, fields, frames))
 
     def expect_from(
         self,
@@ -146,8 +144,7 @@ class Runtime:
             ended = [process for process, _ in sources.values()]
         # Whoever ends from here on is noticed; now look for those that ended before.
         for process in ended:
-            reason = self.why_down(process, ref, layout.keeper)
-            if reason is not None:
+            if (reason := self.why_down(process, ref, layout.keeper)) is not None:
                 self.replies.lose([process], lambda *_, reason=reason: reason, ref.mesh if ref else None)
         return (*self.address, number)
 
@@ -227,8 +224,7 @@ class Runtime:
         cell_here = self._cells.get(mesh)
         asker: Address | None = message.src
         if operation == "call":
-            call = Call(message)
-            asker = call.asker
+            asker = (call := Call(message)).asker
             refused = cell_here.put(call) if cell_here is not None else ""
         else:
             refused = cell_here.stop(fields["reason"], fields["timeout"], asker) if cell_here is not None else ""
@@ -237,6 +233,10 @@ class Runtime:
         if refused and asker is not None and not self._is_failing(cell_here):
             ended = asdict(ActorDown(mesh, -1, refused, None, False, self.host_name, os.getpid()))
             self.send(Message("actor_down", asker, self.address, ended))
+
+    def knows(self, mesh: str) -> bool:
+        """Return whether this process has, or had, an actor of ``mesh``. For any thread."""
+        return mesh in self._cells or mesh in self._ended_cells or mesh in self.on_demand
 
     def _is_failing(self, cell: Cell | None) -> bool:
         """Return whether this process ends for an actor that has failed: askers are told by the news of that end."""

@@ -86,6 +86,7 @@ class Hub:
         self._on_quick = on_quick
         self.places = Places()
         self.find_stand_in: Callable[[HostDown], tuple[str, str] | None] = lambda down: None
+        self.on_passed: Callable[[Message], None] = lambda message: None  # called after what hosts send to others
         self.hosts: dict[str, HostInfo] = {}
         self._endpoints: dict[str, str] = {}
         self._expected: dict[str, list[Message]] = {}
@@ -212,8 +213,7 @@ class Hub:
         with self._lock:
             hosts = [*self.hosts, *self._expected]
         for host in hosts:
-            fields = {"timeout": timeout, "release": True}
-            self.send(Message("shutdown", Address(host, AGENT), CONTROLLER, fields))
+            self.send(Message("shutdown", Address(host, AGENT), CONTROLLER, {"timeout": timeout, "release": True}))
 
     def close(self) -> None:
         """Close the sockets. When the loop does not run any more."""
@@ -284,6 +284,7 @@ class Hub:
             self._joined(peer, message)
         elif message.dst.host != CONTROLLER.host or message.kind in FOR_OTHERS:
             self.send(message)
+            self.on_passed(message)
         elif peer in self._orders:
             if message.kind == "barrier":
                 self._orders[peer].barrier(message.fields["number"])
@@ -362,8 +363,7 @@ class Hub:
             self._caster.beat()
         now = self._loop.clock()
         for peer in self._liveness.dead(now):
-            limit = self._interval * settings().missed_heartbeats
-            self._host_down(peer, f"{SILENT} for {limit:g} s")
+            self._host_down(peer, f"{SILENT} for {self._interval * settings().missed_heartbeats:g} s")
         for peer in list(self.hosts):
             folds = self._orders[peer].last if peer in self._orders else 0
             acknowledged = {"folds": folds} if folds else {}

@@ -5,6 +5,7 @@
 - `loop`: the I/O loop
 - `link`: a ZeroMQ socket with numbered messages, between machines
 - `stream_link`: the same over Unix streams (`stream`), between processes of one machine; `agent_links`: both
+- `order`: what a thread that reads takes itself, and what it leaves to the loop
 - `sockets`: tcp with CURVE, who may talk
 - `runtime_dir`: that private folder
 - `keys`: the job's keys and the file that hands them on

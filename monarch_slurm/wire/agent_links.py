@@ -11,8 +11,9 @@ import zmq
 from monarch_slurm.wire.frames import Message
 from monarch_slurm.wire.link import FaultHandler, Link, MessageHandler
 from monarch_slurm.wire.loop import Loop
+from monarch_slurm.wire.order import QuickHandler
 from monarch_slurm.wire.runtime_dir import make_runtime_dir, remove_runtime_dir
-from monarch_slurm.wire.stream_link import ClosedHandler, QuickHandler, StreamLink
+from monarch_slurm.wire.stream_link import ClosedHandler, StreamLink
 
 CONTROLLER_SOCKET = "controller.sock"
 

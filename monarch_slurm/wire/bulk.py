@@ -15,6 +15,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import stat
 import threading
 import weakref
 
@@ -90,6 +91,36 @@ class Bulk:
 
     def __del__(self) -> None:
         os.close(self.fd)
+
+
+class Handed(Bulk):
+    """No bytes, but a connected socket that one process of a machine hands to another; alone in the body of a message.
+
+    Args:
+        fd: of the socket; owned from here on.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd, BULK_BYTES)  # so that it goes along as a file does
+
+    def is_whole(self) -> bool:
+        """Return whether it is a socket."""
+        return stat.S_ISSOCK(os.fstat(self.fd).st_mode)
+
+    def view(self) -> memoryview:
+        """Raise: there is nothing to read.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("a socket was handed on, and has no bytes")
+
+
+def taken(fd: int, size: int) -> Bulk:
+    """Return what came along as the descriptor ``fd``, and stands for ``size`` bytes."""
+    return Handed(fd) if stat.S_ISSOCK(os.fstat(fd).st_mode) and size == BULK_BYTES else Bulk(fd, size)
 
 
 class _File:

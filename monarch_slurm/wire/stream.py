@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from monarch_slurm.config import settings
-from monarch_slurm.wire.bulk import BULK_BYTES, MAX_BULKS, Bulk, PlainBuffer, in_bulk, in_place
+from monarch_slurm.wire.bulk import BULK_BYTES, MAX_BULKS, Bulk, PlainBuffer, in_bulk, in_place, taken
 from monarch_slurm.wire.frames import WireError
 from monarch_slurm.wire.limits import descriptor_limit
 from monarch_slurm.wire.pickling import Buffer
@@ -258,7 +258,7 @@ class Stream:
     def _take_bulk(self, size: int) -> Bulk:
         if not self._descriptors:
             raise WireError("a large buffer was announced, and did not come along")
-        bulk = Bulk(self._descriptors.popleft(), size)
+        bulk = taken(self._descriptors.popleft(), size)
         if not bulk.is_whole():
             raise WireError(f"a large buffer is not {size} sealed bytes of memory")
         return bulk

@@ -13,8 +13,10 @@ import contextlib
 import logging
 import os
 import select
+import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -22,14 +24,14 @@ from monarch_slurm.wire.bulk import in_bulk
 from monarch_slurm.wire.frames import Message, WireError, decode, encode, number_of
 from monarch_slurm.wire.link import SOLE_PEER, FaultHandler, MessageHandler, UnknownPeerError
 from monarch_slurm.wire.loop import Loop
+from monarch_slurm.wire.order import Order, QuickHandler
 from monarch_slurm.wire.pickling import Buffer
 from monarch_slurm.wire.stream import PeerGoneError, dial
 from monarch_slurm.wire.stream_listener import StreamListener
-from monarch_slurm.wire.stream_peer import Peer, greeting, name_in
+from monarch_slurm.wire.stream_peer import Ears, Peer, greeting, name_in
 
 logger = logging.getLogger(__name__)
 
-QuickHandler = Callable[[str, Message], bool]
 ClosedHandler = Callable[[str], None]
 
 _ACCEPT_SECONDS = 1.0
@@ -40,6 +42,8 @@ _BATCH_BUFFERS = 64
 
 _DRIVER_SECONDS = 1.0
 """How long a link that is closed waits for a thread that reads."""
+
+_MOST_READS = 1000
 
 _READABLE = select.EPOLLIN
 _WRITABLE = select.EPOLLIN | select.EPOLLOUT
@@ -85,8 +89,9 @@ class StreamLink:
         self._reading = threading.Lock()
         self._driver = 0
         self._idle = self._asked_to_leave = False
-        # Calls that a driver has left to the loop, and those of them that the loop has made.
-        self._handed = self._handled = 0
+        self._between: deque[Callable[[], None]] = deque()
+        self.order = Order(loop)
+        """How what has come is left to the loop's thread."""
         self._closed = False
         loop.call_soon(self._register)
 
@@ -114,6 +119,12 @@ class StreamLink:
         self._write(peer, greeting(name))
         self._add(peer)
         self._peers[SOLE_PEER] = peer
+
+    def adopt(self, connection: socket.socket, name: str, ears: Ears) -> None:
+        """Have a connected socket as one more peer, which no one else is called. For any thread."""
+        peer = Peer(connection, name, ears)
+        self._peers[name] = peer
+        self._add(peer)
 
     # ---- sending
 
@@ -196,6 +207,13 @@ class StreamLink:
         if gone is not None:
             self._remove(gone)
 
+    def read_all(self, peer: str) -> None:
+        """Read what has come from ``peer`` by now. On the thread that reads, see `between`."""
+        there = self._peers.get(peer)
+        for _ in range(_MOST_READS):  # more than the kernel keeps
+            if there is None or self._peers.get(peer) is not there or not self._read_peer(there):
+                return
+
     def close(self, linger_ms: int = 0) -> None:
         """Close all connections; what is sent gets ``linger_ms`` to leave. On the loop's thread, or when it does not
         run.
@@ -228,7 +246,7 @@ class StreamLink:
         if connection is not None:
             self._add(Peer(connection, None))
         elif listener.paused:
-            self._hand_over(lambda: self._resume_later(listener))
+            self.order.hand_over(lambda: self._resume_later(listener))
 
     def _resume_later(self, listener: StreamListener) -> None:
         self._loop.call_later(_ACCEPT_SECONDS, lambda: None if self._closed else listener.resume())
@@ -312,6 +330,11 @@ class StreamLink:
             self._loop.resume_reader(self.fd)
         self._reading.release()
 
+    def between(self, call: Callable[[], None]) -> None:
+        """Make a call on the thread that reads, when no message is in its hands. For any thread."""
+        self._between.append(call)
+        self.interrupt()
+
     def interrupt(self) -> None:
         """Make a thread that drives ask again whether it is done, this one included: for signal handlers."""
         if not self._closed:
@@ -332,6 +355,8 @@ class StreamLink:
                     self._read_peer(peer)
             elif fd == self._wake_fd:
                 os.eventfd_read(fd)
+                while self._between:
+                    self._loop.guard(self._between.popleft())
             elif self._listener is not None and fd == self._listener.fd:
                 self._accept(self._listener)
 
@@ -344,13 +369,18 @@ class StreamLink:
         except WireError as error:
             name = peer.name or "a process of this machine that has not said its name"
             self._remove(peer)
-            self._hand_over(lambda error=error: self._on_fault(name, error))  # type: ignore[misc]
+            if peer.ears is not None:
+                peer.ears.on_fault(error)
+                return False
+            self.order.hand_over(lambda error=error: self._on_fault(name, error))  # type: ignore[misc]
             return False
         if peer.stream.ended:
             named = peer.name is not None and self._peers.get(peer.name) is peer
             self._remove(peer)
-            if named:
-                self._hand_over(lambda: self._on_closed(peer.name or SOLE_PEER))
+            if peer.ears is not None:
+                peer.ears.on_closed()
+            elif named:
+                self.order.hand_over(lambda: self._on_closed(peer.name or SOLE_PEER))
             return False
         return bool(packets)
 
@@ -364,15 +394,10 @@ class StreamLink:
             raise WireError(f"message {peer.received} was lost on the way; {number} came instead")
         peer.received = number + 1
         message = decode(frames)
-        if self._handed != self._handled or not self._take_quickly(name, message):
-            self._hand_over(lambda: self._on_message(name, message))
-
-    def _take_quickly(self, name: str, message: Message) -> bool:
-        try:
-            return self._on_quick(name, message)
-        except Exception:  # as the loop does: one broken message must not cost the process this link
-            logger.exception("a message could not be taken")
-            return True
+        if peer.ears is not None:
+            peer.ears.on_message(message)
+        else:
+            self.order.hand_on(name, message, self._on_quick, self._on_message)
 
     def _introduce(self, peer: Peer, frames: list[Buffer]) -> None:
         name = name_in(frames)
@@ -380,18 +405,3 @@ class StreamLink:
             raise WireError(f"another process is {name!r} here")
         peer.name = name
         self._peers[name] = peer
-
-    def _hand_over(self, call: Callable[[], None]) -> None:
-        """Make a call on the loop's thread, after those that were handed over before."""
-        if self._handed == self._handled and self._loop.is_here():
-            self._loop.guard(call)
-            return
-        self._handed += 1
-
-        def make() -> None:
-            try:
-                call()
-            finally:
-                self._handled += 1
-
-        self._loop.call_soon(make)

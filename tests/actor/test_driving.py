@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support import DEADLINE
 
-from monarch_slurm.actor import Actor, Channel, ProcMesh, endpoint
+from monarch_slurm.actor import Actor, Channel, ProcMesh, context, endpoint
 
 
 class Echo(Actor):
@@ -70,7 +70,8 @@ def interrupt() -> None:
 def test_an_exception_of_a_signal_handler_loses_no_message(
     spawn: Callable[..., ProcMesh], alarm: Callable[[float, Callable[[], object]], None]
 ) -> None:
-    echo: Any = spawn(per_host={"n": 1}).spawn("echo", Echo)
+    procs = spawn(per_host={"n": 1})
+    echo: Any = procs.spawn("echo", Echo)
     assert echo.echo.call_one(-1).get(DEADLINE) == -1
     interrupted = 0
     for number in range(300):
@@ -88,6 +89,11 @@ def test_an_exception_of_a_signal_handler_loses_no_message(
     assert echo.echo.call_one(-1).get(DEADLINE) == -1
     assert interrupted
     assert signal.getsignal(signal.SIGALRM) is not None
+    procs.stop().get(DEADLINE)
+    replies = context().actor_instance.runtime.replies
+    waited_for = {key for expected in replies._replies.values() for key in expected.answers.keys}
+    assert f"{procs._layout.mesh}.0" not in waited_for
+    assert f"{procs._layout.mesh}.0" not in replies._by_key
 
 
 def test_a_signal_handler_runs_while_get_waits(

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from support import DEADLINE, wait_until
 
-from monarch_slurm.wire import Address, Loop, Message, SocketPathError, StreamLink, UnknownPeerError, WireError
+from monarch_slurm.wire import Address, Loop, Message, SocketPathError, StreamLink, UnknownPeerError, WireError, loads
+from monarch_slurm.wire.bulk import Handed
 from monarch_slurm.wire.frames import encode
+from monarch_slurm.wire.stream_peer import Ears
 
 HERE, THERE = Address("h", "here"), Address("h", "there")
 GREETING = b"monarch_slurm 1 "
@@ -315,3 +317,78 @@ def test_a_driver_gives_up_in_time_and_when_the_link_is_closed(ends: Ends) -> No
     dialer.close()
     thread.join(DEADLINE)
     assert not thread.is_alive()
+
+
+# ---- connections that are apart
+
+
+def test_a_socket_is_handed_on_through_a_third_process_and_is_a_peer_like_any_other(ends: Ends) -> None:
+    ends.on_arrival = lambda peer, message: ends.answer(message, "taker" if peer == "giver" else "giver")
+    handed: list[Handed] = []
+    taker = ends.dialer("taker", lambda _, message: handed.extend(message.body))  # type: ignore[arg-type]
+    giver = ends.dialer("giver")
+    ours, theirs = socket.socketpair()
+    heard: list[Message] = []
+    closed = threading.Event()
+    ears = Ears(heard.append, closed.set, lambda error: None)
+    giver.adopt(ours, "direct", ears)
+    giver.send(Message("m", HERE, THERE, {"n": 1}, [Handed(theirs.detach())]))
+    wait_until(lambda: handed)
+    assert isinstance(handed[0], Handed)
+    back: list[Message] = []
+    taker.adopt(socket.socket(fileno=os.dup(handed[0].fd)), "direct", Ears(back.append, lambda: None, lambda _: None))
+    for number in range(300):
+        giver.send(Message("m", HERE, THERE, {"n": number}, [bytes(1000 * number)]), "direct")
+        taker.send(Message("m", HERE, THERE, {"n": number}), "direct")
+    wait_until(lambda: len(back) == len(heard) == 300)
+    assert [number_of(message) for message in back] == [number_of(message) for message in heard] == list(range(300))
+    done = threading.Event()
+    taker.between(lambda: (taker.forget("direct"), done.set()))  # type: ignore[func-returns-value,arg-type]
+    assert done.wait(DEADLINE)
+    handed.clear()
+    assert closed.wait(DEADLINE)
+    with pytest.raises(UnknownPeerError):
+        giver.send(Message("m", HERE, THERE), "direct")
+    assert ends.gone == ends.faults == []
+
+
+def test_garbage_from_one_that_is_apart_is_told_to_its_ears(ends: Ends) -> None:
+    dialer = ends.dialer("d")
+    ours, theirs = socket.socketpair()
+    faults: list[WireError] = []
+    dialer.adopt(ours, "direct", Ears(lambda _: None, lambda: None, faults.append))
+    theirs.sendall(b"\xff" * 50)
+    wait_until(lambda: faults)
+    assert ends.faults == []
+    theirs.close()
+
+
+def test_what_has_come_is_read_between_messages_while_another_thread_drives(ends: Ends) -> None:
+    dialer = ends.dialer("d")
+    ours, theirs = socket.socketpair()
+    heard: list[Message] = []
+    dialer.adopt(ours, "direct", Ears(heard.append, lambda: None, lambda _: None))
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: dialer.drive(done.is_set))
+    thread.start()
+    theirs.sendall(b"".join(numbered(number) for number in range(500)))
+    seen: list[int] = []
+    dialer.between(lambda: (dialer.read_all("direct"), seen.append(len(heard))))  # type: ignore[func-returns-value,arg-type]
+    wait_until(lambda: seen)
+    assert seen == [500]
+    done.set()
+    dialer.wake()
+    thread.join(DEADLINE)
+    assert not thread.is_alive()
+    theirs.close()
+
+
+def test_a_handed_socket_is_no_buffer(ends: Ends) -> None:
+    ours, theirs = socket.socketpair()
+    handed = Handed(theirs.detach())
+    assert handed.is_whole()
+    with pytest.raises(TypeError, match="a socket was handed on"):
+        handed.view()
+    with pytest.raises(TypeError, match="a socket was handed on"):
+        loads([handed])
+    ours.close()
