@@ -36,7 +36,7 @@ def test_the_client() -> None:
 def test_meshes_look_like_what_they_are(grid: ProcMesh) -> None:
     assert str(grid.extent) == "{x: 2, y: 2}"
     logs: Any = grid.spawn("a", Log)
-    assert repr(logs).startswith("ActorMesh(class=<class 'sample_actors.Log'>, shape={x=2, y=2}")
+    assert repr(logs).startswith("ActorMesh(class=<class 'sample_actors.Log'>, shape={x=2,y=2}")
     assert repr(grid).startswith("<ProcMesh grid-")
     assert "HostMesh" in repr(this_host())
     assert logs.initialized.get(DEADLINE)

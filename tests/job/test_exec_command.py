@@ -170,9 +170,13 @@ def test_a_shell_in_a_terminal(tmp_path: Path) -> None:
 
     try:
         wait_until(lambda: shows("") and seen, "the prompt")
-        os.write(ours, b"pwd; echo is-$COLOUR; tty | cut -c-9; sleep 1000\n")
-        wait_until(lambda: shows("is-blue") and shows("/dev/pts/"), "the answers")
+        os.write(
+            ours, b"PS1='re''ady>'; pwd; echo is-$COLOUR; tty | cut -c-9; sh -c 'echo as''leep; exec sleep 1000'\n"
+        )
+        wait_until(lambda: shows("is-blue") and shows("/dev/pts/") and shows("asleep"), "the answers")
+        assert "ready>" not in seen
         os.write(ours, b"\x03")  # Ctrl-C ends the sleep there, and not the program here
+        wait_until(lambda: shows("ready>"), "the next prompt")
         os.write(ours, b"stty size; exit 7\n")
         wait_until(lambda: shows("exit code 7"), "the end")
         assert process.wait(DEADLINE) == 0
