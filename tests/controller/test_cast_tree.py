@@ -142,7 +142,7 @@ def test_all_adverbs_slices_and_senders_keep_their_order(tree: Tree, failures: l
     for rank, seen in enumerate(logs.get.call().get(DEADLINE).values()):
         for name, numbers in sent.items():
             assert numbers_of(seen, name) == expected_of(parts, numbers, rank), (rank, name)
-    assert tree.whole()
+    wait_until(tree.whole, "all are linked, whatever a slow machine has cut")
     assert client().hub._caster._number > casts + 100, "casts go down the tree"
     casts = client().hub._caster._number
     procs.stop().get(DEADLINE)
