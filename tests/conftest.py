@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import hypothesis
@@ -46,8 +46,9 @@ def agents(tmp_path: Path, _hook_for_late_failures: None) -> Iterator[Callable[.
     """Starts host agents as the job layer does: with a job folder and a name."""
     started: list[Agent] = []
 
-    def start(folder: Path, name: str, env: dict[str, str] | None = None) -> Agent:
-        started.append(Agent(folder, name, tmp_path / f"{name}-{len(started)}.log", env or {}))
+    def start(folder: Path, name: str, env: dict[str, str] | None = None, within: Sequence[str] = ()) -> Agent:
+        """``within``: a command that the agent is started by."""
+        started.append(Agent(folder, name, tmp_path / f"{name}-{len(started)}.log", env or {}, within))
         return started[-1]
 
     yield start

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from monarch_slurm.actor import Actor, endpoint
 class Agent:
     """An agent of its own process."""
 
-    def __init__(self, folder: Path, name: str, log: Path, env: dict[str, str]) -> None:
+    def __init__(self, folder: Path, name: str, log: Path, env: dict[str, str], within: Sequence[str] = ()) -> None:
         self.log = log
-        command = [sys.executable, "-m", "monarch_slurm.host", "--folder", str(folder), "--name", name]
+        command = [*within, sys.executable, "-m", "monarch_slurm.host", "--folder", str(folder), "--name", name]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **env}
         with open(log, "ab") as output:
             self.process = subprocess.Popen(

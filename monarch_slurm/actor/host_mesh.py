@@ -248,22 +248,25 @@ class HostMesh(MeshTrait):
 
         Args:
             workspace: the folders, and what in them is left out.
+            conda: copy the workspace's conda environment (``env``), too. The same one, by its path, must be active
+                where the hosts' agents were started; only what was copied there before is ever deleted. Procs
+                that are spawned from then on have it.
             auto_reload: the calling actor's procs on these hosts load modules whose files have changed again. Actors
                 that are there keep the code that they have.
 
         Raises:
             RuntimeError: this mesh is a slice or came from elsewhere.
-            WorkspaceError: a file cannot be read here or written there, or a module cannot be loaded again.
+            WorkspaceError: a file cannot be read here or written there, a module cannot be loaded again, or a host
+                has another conda environment.
             SupervisionError: a host was lost meanwhile; synchronize those that are left again.
-            NotImplementedError: ``conda``; environments are not copied.
         """
-        if conda:
-            raise NotImplementedError("conda environments are not copied: have the same one on all hosts")
         if not self._owned and self._hosts != (context().actor_instance.runtime.local_host,):
             raise RuntimeError(
                 "cannot call sync_workspace on a sliced host mesh or one that was sent over an actor endpoint"
             )
-        result, copies = await sync_workspace(self, workspace, auto_reload)
+        result, copies = await sync_workspace(self, workspace, conda, auto_reload)
+        if conda:
+            self._renew()
         for host, new in copies.items():
             known = self._copies.setdefault(host, new)
             known.folders += [pair for pair in new.folders if pair not in known.folders]

@@ -27,7 +27,7 @@ from monarch_slurm.actor.code_sync.tree import (
     leads_out,
     split_path,
 )
-from monarch_slurm.actor.code_sync.workspace import WORKSPACE_VARIABLE
+from monarch_slurm.actor.code_sync.workspace import PREFIX_VARIABLE, WORKSPACE_VARIABLE
 from monarch_slurm.actor.endpoint import endpoint
 
 _agent_folder = Path()
@@ -56,6 +56,21 @@ class Receiver(Actor):
         self._target = _Target(self._root, place)
         missing = self._target.begin(manifest)
         return os.path.realpath(self._root), os.path.realpath(self._target.path), missing
+
+    @endpoint
+    def begin_environment(self, prefix: str, manifest: Manifest) -> tuple[str, str, list[str]]:
+        """As `begin`, for the conda environment that is active here and in the folder ``prefix``: the files of one
+        hold its path, and so it is a copy at the same path only.
+        """
+        here = os.environ.get(PREFIX_VARIABLE, "")
+        if os.path.realpath(here) != prefix or not here:
+            active = f"that of {here}" if here else "none"
+            raise WorkspaceError(
+                f"host {socket.gethostname()}: the conda environment that is active there is {active}, and not that of "
+                f"{prefix}, which is to be copied: activate it before the job's agents start"
+            )
+        self._target = _Target(Path(prefix), ".")
+        return prefix, prefix, self._target.begin(manifest)
 
     @endpoint
     def write(self, pieces: list[tuple[str, int, bytes]]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from monarch_slurm.actor.code_sync.receiver import Receiver
 from monarch_slurm.actor.code_sync.reloading import Reloader, map_paths
 from monarch_slurm.actor.code_sync.tree import Manifest, WorkspaceError, scan
-from monarch_slurm.actor.code_sync.workspace import WORKSPACE_VARIABLE, Workspace
+from monarch_slurm.actor.code_sync.workspace import ENVIRONMENT_EXCLUDE, WORKSPACE_VARIABLE, Workspace
 from monarch_slurm.actor.context import context
 from monarch_slurm.actor.errors import ActorError
 from monarch_slurm.actor.ndslice import Slice
@@ -63,15 +63,20 @@ class Copies:
 
 
 async def sync_workspace(
-    hosts: HostMesh, workspace: Workspace, auto_reload: bool
+    hosts: HostMesh, workspace: Workspace, conda: bool, auto_reload: bool
 ) -> tuple[SyncResult, dict[str, Copies]]:
-    """Copy folders to all of ``hosts``; return what was done, and where each host (by id) has its copies.
+    """Copy folders, and the environment if ``conda``, to all of ``hosts``; return what was done, and where each host
+    (by id) has its copies of the folders.
 
     Raises:
         WorkspaceError: a folder cannot be read here or written there, or a module cannot be loaded again.
         SupervisionError: a host was lost.
     """
-    folders = workspace.folders()
+    folders = [(folder, place, tuple(workspace.exclude)) for folder, place in workspace.folders().items()]
+    if conda:
+        if workspace.env is None:
+            raise WorkspaceError("this workspace has no conda environment to copy")
+        folders.append((workspace.env.folder(), "", ENVIRONMENT_EXCLUDE))
     ids = [hosts._hosts[rank] for rank in hosts._shape.ndslice]
     copies = {host: Copies("") for host in ids}
     changed: dict[str, set[str]] = {host: set() for host in ids}
@@ -81,16 +86,20 @@ async def sync_workspace(
     procs = hosts.spawn_procs(name="sync")
     try:
         receivers: Any = procs.spawn("sync", Receiver)
-        for folder, place in folders.items():
-            manifest, outside = await asyncio.to_thread(scan, folder, tuple(workspace.exclude), _digests)
+        for folder, place, exclude in folders:
+            manifest, outside = await asyncio.to_thread(scan, folder, exclude, _digests)
             if outside:
                 logger.warning("%s: links that lead out of it are not copied: %s", folder, ", ".join(outside[:10]))
-            begun = (await receivers.begin.call(place, manifest)).values()
+            if place:
+                begun = (await receivers.begin.call(place, manifest)).values()
+            else:
+                begun = (await receivers.begin_environment.call(str(folder), manifest)).values()
             sent += await _send(receivers, folder, manifest, [missing for *_, missing in begun])
             finished = (await receivers.finish.call()).values()
             for host, (root, path, _), (new, gone) in zip(ids, begun, finished, strict=True):
-                copies[host].workspace = root
-                copies[host].folders.append((str(folder), path))
+                if place:
+                    copies[host].workspace = root
+                    copies[host].folders.append((str(folder), path))
                 changed[host].update(f"{where}/{name}" for name in new for where in (path, folder))
                 copied += len(new)
                 deleted += len(gone)
@@ -99,7 +108,7 @@ async def sync_workspace(
     finally:
         await procs.stop()
     reloaded = await _reload(copies, changed) if auto_reload else ()
-    return SyncResult(copied, sent, deleted, reloaded), copies
+    return SyncResult(copied, sent, deleted, reloaded), {host: copy for host, copy in copies.items() if copy.workspace}
 
 
 def _first(error: ActorError) -> Exception:

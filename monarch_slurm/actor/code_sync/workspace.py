@@ -30,10 +30,21 @@ class CondaEnvironment:
         Raises:
             WorkspaceError: none was named, and none is active.
         """
-        prefix = self._conda_prefix or os.environ.get("CONDA_PREFIX")
+        prefix = self._conda_prefix or os.environ.get(PREFIX_VARIABLE)
         if not prefix:
             raise WorkspaceError("no conda environment is active: activate one, or name its conda_prefix")
         return prefix
+
+    def folder(self) -> Path:
+        """Return its folder, without symbolic links.
+
+        Raises:
+            WorkspaceError: as of `conda_prefix`, or no conda environment is there.
+        """
+        folder = Path(self.conda_prefix).expanduser().resolve()
+        if not (folder / "conda-meta").is_dir():
+            raise WorkspaceError(f"{folder} is no conda environment: it has no folder conda-meta")
+        return folder
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CondaEnvironment) and self._conda_prefix == other._conda_prefix
@@ -48,6 +59,8 @@ class CondaEnvironment:
 ACTIVE_CONDA_ENV = CondaEnvironment()
 """The conda environment that the program runs in."""
 
+PREFIX_VARIABLE = "CONDA_PREFIX"
+
 WORKSPACE_VARIABLE = "WORKSPACE_DIR"
 
 _IMAGE_ROOT = "${img_root}"
@@ -57,6 +70,8 @@ DEFAULT_EXCLUDE = (
     ".git", ".hg", ".svn", "__pycache__", "*.pyc", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints",
     ".monarch", ".venv", "node_modules",
 )  # fmt: skip
+
+ENVIRONMENT_EXCLUDE = ("__pycache__", "*.pyc")
 
 
 @dataclass(frozen=True)

@@ -139,6 +139,47 @@ def test_procs_import_from_the_copies_and_load_changes_again(hosts: HostMesh, pr
         sync(hosts, project, auto_reload=True)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_conda_environment_is_copied_to_the_same_path(
+    tmp_path: Path, agents: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, folder = tmp_path / "env", tmp_path / "job"
+    write(prefix, {
+        "conda-meta/history": "", "bin/tool": f"#!{prefix}/bin/python",
+        "lib/pack/x.py": "1", "lib/pack/__pycache__/x.pyc": "",
+    })  # fmt: skip
+    monkeypatch.setenv("CONDA_PREFIX", str(prefix))
+    publish(folder, address="127.0.0.1")
+    mount = ["unshare", "--mount", "sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"']
+    for name in ("n0", "n1"):  # each host has a folder of its own there
+        write(tmp_path / name, {"lib/own": "own"})
+        agents(folder, name, within=[*mount, str(tmp_path / name), str(prefix)])
+    agents(folder, "n2", env={"CONDA_PREFIX": "/envs/other"})
+    hosts = gather_hosts(["n0", "n1"], timeout=DEADLINE)
+    other = gather_hosts(["n2"], timeout=DEADLINE)
+    try:
+        result = asyncio.run(hosts.sync_workspace(Workspace(), conda=True))
+        assert (result.copied, result.deleted) == (3 * 2, 0)
+        for name in ("n0", "n1"):
+            assert tree(tmp_path / name) == {**tree(prefix), "lib/own": "own"}
+        (prefix / "lib/pack/x.py").write_text("22")
+        (prefix / "bin/tool").unlink()
+        result = asyncio.run(hosts.sync_workspace(Workspace(), conda=True))
+        assert (result.copied, result.bytes, result.deleted) == (2, 4, 2)
+        assert tree(tmp_path / "n1") == {**tree(prefix), "lib/own": "own"}
+
+        with pytest.raises(WorkspaceError, match=f"active there is that of /envs/other, and not that of {prefix}"):
+            asyncio.run(other.sync_workspace(Workspace(), conda=True))
+        with pytest.raises(WorkspaceError, match="no conda environment to copy"):
+            asyncio.run(hosts.sync_workspace(Workspace.null(), conda=True))
+        with pytest.raises(WorkspaceError, match="it has no folder conda-meta"):
+            asyncio.run(hosts.sync_workspace(Workspace(env=CondaEnvironment(str(tmp_path))), conda=True))
+    finally:
+        for mesh in (hosts, other):
+            mesh.shutdown().get(DEADLINE)
+        withdraw(folder)
+
+
 def test_links_at_the_target_lead_nothing_out(hosts: HostMesh, project: Path, tmp_path: Path) -> None:
     outside = tmp_path / "precious"
     write(outside, {"deep/data.txt": "precious"})
@@ -164,8 +205,6 @@ def test_links_at_the_target_lead_nothing_out(hosts: HostMesh, project: Path, tm
 def test_what_is_refused_at_the_call(hosts: HostMesh, project: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="sliced host mesh"):
         sync(hosts.slice(hosts=0), project)
-    with pytest.raises(NotImplementedError, match="conda"):
-        sync(hosts, project, conda=True)
     with pytest.raises(WorkspaceError, match=r"cannot copy .*nowhere: No such file"):
         sync(hosts, tmp_path / "nowhere")
     for dirs in ({project: "/etc"}, {project: "../x"}, {project: ".", tmp_path: "a"}, {project: "a", tmp_path: "a/b"}):
