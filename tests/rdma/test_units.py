@@ -122,7 +122,7 @@ def test_actions(buffer: RDMABuffer) -> None:
         assert all(target.tolist() == list(range(10)) for target in targets)
         targets[0].zero_()
     with pytest.raises(NotImplementedError):
-        action.fetch_add()
+        action.fetch_add(buffer, buffer, 1)
     buffer.drop().get(10)
     with pytest.raises(BufferGoneError, match=r"RDMA submit failed on 1 backend\(s\):\n\(local\) buffer \d+ not found"):
         action.submit().get(10)
