@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 _NANOSECONDS = {
     **dict.fromkeys(("ns", "nsec"), 1),
@@ -38,7 +39,7 @@ def parse_duration(text: str) -> float:
 
 def format_duration(seconds: float) -> str:
     """Return ``seconds`` as text, in whole nanoseconds: 90 is ``1m 30s``."""
-    left = round(seconds * 10**9)
+    left = round(Fraction(seconds) * 10**9)  # a float times 10**9 is off by some, for years
     days, left = divmod(left, _NANOSECONDS["d"])
     parts = [f"{days}day{'s' if days > 1 else ''}"] if days else []
     for unit in ("h", "m", "s", "ms", "us", "ns"):

@@ -46,6 +46,20 @@ def wait_gone(*pids: int) -> None:
         wait_until(lambda pid=pid: not psutil.pid_exists(pid), f"the end of process {pid}")
 
 
+def hold(pid: int) -> None:
+    """Stop a process by SIGSTOP, and wait until none of its threads does anything any more."""
+    os.kill(pid, signal.SIGSTOP)
+
+    def is_held() -> bool:
+        try:
+            stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+        except (FileNotFoundError, ProcessLookupError):  # a thread has ended meanwhile
+            return False
+        return {stat.rpartition(")")[2].split()[0] for stat in stats} == {"T"}
+
+    wait_until(is_held, f"all threads of process {pid} are held")
+
+
 def descendants(pid: int) -> list[int]:
     """Pids of all processes under ``pid``."""
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]

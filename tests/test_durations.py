@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from monarch_slurm.durations import format_duration, parse_duration
@@ -34,5 +34,6 @@ def test_texts_that_are_no_duration(text: str) -> None:
 
 
 @given(st.integers(0, 10**15))
+@example(309_062_952_355_741)
 def test_what_is_formatted_can_be_parsed(microseconds: int) -> None:
     assert parse_duration(format_duration(microseconds / 10**6)) == microseconds / 10**6

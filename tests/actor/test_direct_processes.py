@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import DEADLINE, wait_until
+from support import DEADLINE, hold, wait_until
 
 from monarch_slurm.actor import (
     Accumulator,
@@ -242,7 +242,7 @@ def test_the_end_of_a_proc_is_told_as_ever(spawn: Callable[..., ProcMesh], fault
         for number in range(10):
             assert peers.slice(n=0).add.call_one("client", number).get(DEADLINE) == number
         pid = peers.slice(n=0).pid.call_one().get(DEADLINE)
-        os.kill(pid, signal.SIGSTOP)
+        hold(pid)
         futures = [peers.slice(n=0).add.call_one("client", number) for number in range(3)]
         os.kill(pid, signal.SIGKILL)
         futures += [peers.slice(n=0).add.call_one("client", number) for number in range(3)]
@@ -296,7 +296,7 @@ def test_a_stopped_receiver_holds_up_nobody_and_loses_nothing(spawn: Callable[..
         assert sender.ask.call_one(one, 10).get(DEADLINE) == list(range(10))
     assert len(sender.linked.call_one().get(DEADLINE)) >= 2
     pid = stopped.pid.call_one().get(DEADLINE)
-    os.kill(pid, signal.SIGSTOP)
+    hold(pid)
     try:
         assert sender.flood.call_one(stopped, 50_000, 100, other).get(DEADLINE) == 1
         assert sender.add.call_one("client", 1).get(DEADLINE) == 1

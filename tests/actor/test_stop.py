@@ -13,7 +13,7 @@ import psutil
 import pytest
 from recorded_faults import Faults
 from sample_actors import AsyncCleaner, Cleaner, Dier, Log, Parent
-from support import DEADLINE, REPOSITORY, Program, wait_gone, wait_until
+from support import DEADLINE, REPOSITORY, Program, hold, wait_gone, wait_until
 
 from monarch_slurm.actor import ProcMesh, SupervisionError, context
 from monarch_slurm.config import configured
@@ -158,7 +158,7 @@ def test_a_proc_that_is_stopped_by_a_signal_is_killed_in_time(spawn: Callable[..
     mesh = spawn()
     dier: Any = mesh.spawn("dier", Dier)
     pid = dier.pid.call_one().get(DEADLINE)
-    os.kill(pid, signal.SIGSTOP)
+    hold(pid)
     mesh.stop().get(DEADLINE)
     wait_gone(pid)
 

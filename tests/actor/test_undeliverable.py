@@ -6,12 +6,11 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from recorded_faults import Faults
-from support import DEADLINE, wait_until
+from support import DEADLINE, hold, wait_until
 
 from monarch_slurm.actor import (
     Actor,
@@ -144,8 +143,7 @@ def test_a_message_to_a_process_that_is_killed(
     target: Any = spawn(name="doomed").spawn("target", Target)
     pid = target.pid.call_one().get(DEADLINE)
     if when == "before":  # a process that is held takes nothing in
-        os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: _is_stopped(pid), "all its threads are held")
+        hold(pid)
     else:
         os.kill(pid, signal.SIGKILL)
         assert isinstance(target.get.call_one().exception(DEADLINE), SupervisionError)
@@ -156,11 +154,6 @@ def test_a_message_to_a_process_that_is_killed(
         os.kill(pid, signal.SIGKILL)
     assert all("Killed(sig=9)" in why for _, _, why in heard(sender, 2))
     faults.wait()
-
-
-def _is_stopped(pid: int) -> bool:
-    threads = [stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return set(threads) == {"T"}
 
 
 @pytest.mark.parametrize("answer", ["fail", "raise"])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from job_agents import Agent
-from support import DEADLINE, wait_until
+from support import DEADLINE, hold, wait_until
 
 from monarch_slurm.actor import Actor, MeshFailure, endpoint
 from monarch_slurm.controller import census, gather_hosts, publish, withdraw
@@ -82,7 +82,7 @@ def test_a_stopped_proc_is_silent_a_killed_one_a_failure_and_a_dead_agent_a_lost
     def host() -> dict[str, Any]:
         return next(host for host in census(0.3)["hosts"] if host["name"] == "lonely")
 
-    os.kill(stopped, signal.SIGSTOP)
+    hold(stopped)
     assert [proc["state"] for proc in host()["procs"]] == ["silent", "running"]
     os.kill(stopped, signal.SIGCONT)
     os.kill(killed, signal.SIGKILL)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from job_agents import Agent
-from support import DEADLINE, wait_gone, wait_until
+from support import DEADLINE, hold, wait_gone, wait_until
 
 from monarch_slurm.actor import (
     Actor,
@@ -224,7 +224,7 @@ def test_a_silent_host_is_replaced_and_cannot_speak_any_more(hosts: Hosts) -> No
     agent = hosts.agents["h1"]
     silent = [agent.pid, old[1]]
     for pid in silent:
-        os.kill(pid, signal.SIGSTOP)
+        hold(pid)
     try:
         eventually(lambda: counters.add.call(1).get(DEADLINE))
         assert mesh.host_names == ["h0", "s0"]

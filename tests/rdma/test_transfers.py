@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support import hold
 
 from monarch_slurm.actor import SupervisionError
 from monarch_slurm.config import configured
@@ -109,7 +110,7 @@ def test_a_stopped_owner_runs_into_the_timeout(spawn: Spawn) -> None:
     buffer = owner.make.call_one(8 * 2**20, 1).get(60)
     user.read.call_one(buffer).get(60)
     pid = owner.pid.call_one().get(60)
-    os.kill(pid, signal.SIGSTOP)
+    hold(pid)
     try:
         kind, text = user.read_error.call_one(buffer, 1).get(60)
         assert (kind, "timeout" in text) == ("RDMATimeoutError", True)
@@ -131,7 +132,7 @@ def test_an_owner_that_never_answers(spawn: Spawn) -> None:
     owner = spawn(1, "tcp")
     buffer = owner.make.call_one(1000, 1).get(60)
     pid = owner.pid.call_one().get(60)
-    os.kill(pid, signal.SIGSTOP)
+    hold(pid)
     try:
         with pytest.raises(RDMATimeoutError, match="did not answer"):
             buffer.read_into(memoryview(bytearray(1000)), timeout=1).get(60)
