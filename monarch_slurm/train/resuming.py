@@ -32,7 +32,9 @@ def resumed_config(folder: Path, given: Mapping[str, Any]) -> TrainConfig:
     if not (folder / JOURNAL).exists():
         raise ConfigError(f"{folder} is not the folder of a run: it has no {JOURNAL}")
     if finished_report(folder) is not None:
-        raise ConfigError(f"the run in {folder} has trained all its tokens; start a new one without --resume")
+        raise ConfigError(
+            f"the run in {folder} has trained all its tokens and gets no longer; start a new one without --resume"
+        )
     events = history(folder)
     last = last_config(events)
     known = {field.name for field in dataclasses.fields(TrainConfig)}

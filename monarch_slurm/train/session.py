@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -30,6 +31,7 @@ from monarch_slurm.train.resuming import (
     named_change,
     resumed_config,
 )
+from monarch_slurm.train.run_lock import alone_in
 from monarch_slurm.train.saved import find_saved
 from monarch_slurm.train.supervisor import RestartPolicy
 from monarch_slurm.wire.runtime_dir import check_runtime_dir
@@ -93,7 +95,7 @@ def train_here(plan: Plan, in_job: bool = False) -> Path:
         configure(preload=PRELOAD)
     if not settings().log_dir:
         configure(log_dir=str(folder / "logs"))
-    with save_on_notice(_save):
+    with contextlib.nullcontext() if in_job else alone_in(folder), save_on_notice(_save):
         hosts = _job_hosts() if in_job else None
         print(f"run folder: {folder}", flush=True)
         if plan.fail_every is not None and plan.reference == "auto":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from monarch_slurm.train.live_state import RunState
 from monarch_slurm.train.report import SCHEMA, build_report
 from monarch_slurm.train.report_html import render
 from monarch_slurm.train.resuming import FIXED, check_changes, history, resumed_config
+from monarch_slurm.train.run_lock import alone_in
 from monarch_slurm.train.saved import SavedState, mark_saved
 
 PER_SYNC = 4 * 20 * 512
@@ -99,6 +101,22 @@ def test_the_command_line_refuses_and_starts_nothing(
     )
     assert (code > 0, "--seed 4 (it was 3)" in said, "--lr" in said) == (True, True, False), said
     assert sorted(folder.iterdir()) == before
+
+
+def test_a_run_that_goes_on_is_left_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = folder / "journal.jsonl"
+    journal.write_text(journal.read_text().replace("/text", __file__))
+    before = journal.read_bytes()
+    with alone_in(folder):
+        code, said = run_command(monkeypatch, capsys, "train", "--local", "--resume", str(folder))
+    assert code == 1, said
+    assert f"going on already, in process {os.getpid()}" in said
+    assert journal.read_bytes() == before
+    assert not list(folder.glob("report.*"))
+    with alone_in(folder):
+        pass
 
 
 def test_the_report_has_the_course_that_counts() -> None:
