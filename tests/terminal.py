@@ -50,6 +50,21 @@ class Terminal:
         self._seen = match.end()
         return match
 
+    def interrupt_until(self, pattern: str, seconds: float = DEADLINE) -> None:
+        """Press Ctrl-C until `expect` finds ``pattern``: one that comes just before Python waits for a key is seen with
+        the next key only.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            self.interrupt()
+            try:
+                self.expect(pattern, 5)
+            except AssertionError:
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                return
+
     def interrupt_impatiently(self, seconds: float = DEADLINE) -> int:
         """Press Ctrl-C three times; return the exit code of the command once it has ended."""
         deadline = time.monotonic() + seconds

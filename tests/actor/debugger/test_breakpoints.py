@@ -279,8 +279,7 @@ def test_a_rank_dies_under_the_hands_of_a_person(start: Start) -> None:
         os.kill(pids[1], signal.SIGKILL)
         terminal.expect(r"rank 1 of trainer has ended: Killed\(sig=9\)")
         terminal.expect("debug> p lo")  # what was typed is there still
-        terminal.interrupt()
-        terminal.expect("debug> ")
+        terminal.interrupt_until("debug> ")
         terminal.type("quit")
         wait_until(lambda: not _is_child(terminal.pid))
     finally:
