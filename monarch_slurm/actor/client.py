@@ -37,6 +37,7 @@ from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.config import get_global_config, settings, warn_of_unknown_variables
 from monarch_slurm.host import HostDown, HostInfo, Hub, ProcDown
 from monarch_slurm.host.stacks import register_stacks
+from monarch_slurm.interrupts import ignore_interrupts
 from monarch_slurm.wire import CONTROLLER, Address, JobKeys, Loop, Message, WireError
 from monarch_slurm.wire.runtime_dir import check_runtime_dir
 
@@ -346,18 +347,9 @@ def _end_program(failure: MeshFailure, error: BaseException) -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-def _ignore_interrupts() -> None:
-    while True:
-        try:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        except KeyboardInterrupt:  # one that came before
-            continue
-        return
-
-
 def _at_exit() -> None:
     if _client is not None:
-        _ignore_interrupts()  # the end takes a moment, and half an end would leave processes
+        ignore_interrupts()  # the end takes a moment, and half an end would leave processes
     shutdown_context(_EXIT_SECONDS)
     if _exit_code:
         logging.shutdown()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import signal
 import sys
 
 import click
@@ -25,6 +24,7 @@ from monarch_slurm.cli.submit import submit
 from monarch_slurm.cli.template import template
 from monarch_slurm.cli.train import train
 from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.interrupts import ignore_interrupts
 
 
 @click.group(
@@ -53,7 +53,7 @@ def main() -> None:
     try:
         cli(standalone_mode=False)
     except (click.exceptions.Abort, KeyboardInterrupt):
-        _ignore_interrupts()  # what was started is being ended now, and half an end would leave processes
+        ignore_interrupts()  # what was started is being ended now, and half an end would leave processes
         click.echo("interrupted", err=True)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # the reader of our output (head, less) has enough
@@ -65,12 +65,3 @@ def main() -> None:
     except MonarchSlurmError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(code_of(error))
-
-
-def _ignore_interrupts() -> None:
-    while True:
-        try:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        except KeyboardInterrupt:  # one that came before
-            continue
-        return
