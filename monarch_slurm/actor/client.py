@@ -108,7 +108,7 @@ class Client:
         self.runtime.home = ProcLayout("client", (CONTROLLER.host,), 1), Shape.unity(), 0
         here = Point(0, Extent((), ()))
         self.root = Instance(self.runtime, self, "root", "client", here, None, "<root>", None, 0)
-        self.runtime.on_demand[controllers.MESH] = lambda: controllers.spawn_controllers(self.root)
+        self.runtime.cells.on_demand[controllers.MESH] = lambda: controllers.spawn_controllers(self.root)
         self._faults: queue.SimpleQueue[MeshFailure] = queue.SimpleQueue()
         self._faults_stopped = False
         self._ending = threading.Lock()

@@ -56,7 +56,7 @@ class _Proc:
             self._link,
             self._link.send,
             lambda host: host == spec.host,
-            lambda message: self._runtime.knows(message.fields.get("mesh", "")),
+            lambda message: self._runtime.cells.knows(message.fields.get("mesh", "")),
             self._take_at_once,
             self._take_in,
             self._peer_broken,
@@ -65,7 +65,7 @@ class _Proc:
         self._runtime = Runtime(address, spec.host_name, send, make_cell, spec.incarnation)
         self._runtime.local_host = spec.host
         set_agent_folder(Path(spec.agent_socket).parent)
-        self._runtime.on_failed = self._fail
+        self._runtime.cells.on_failed = self._fail
         self._exit_code = 0
         self._starting = False
         """Until the bootstrap is through; for good if it has failed."""
@@ -141,7 +141,7 @@ class _Proc:
 
     def _exit(self, timeout: float) -> None:
         """Stop all actors, then leave. The agent kills this process if that takes longer than ``timeout`` seconds."""
-        cells = self._runtime.stop_cells("the process is being stopped", timeout)
+        cells = self._runtime.cells.stop("the process is being stopped", timeout)
 
         def look() -> None:
             if all(cell.ended.is_set() for cell in cells):

@@ -15,10 +15,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from monarch_slurm.actor.casting import TargetTable
-from monarch_slurm.actor.ends import Ends, Tombstones, whose, why_restarted
+from monarch_slurm.actor.cells import Cells
+from monarch_slurm.actor.ends import Ends, whose, why_restarted
 from monarch_slurm.actor.keeper import Keeper
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
-from monarch_slurm.actor.messages import ActorDown, Call, PortAddress, ProcsRestart
+from monarch_slurm.actor.messages import ActorDown, PortAddress, ProcsRestart
 from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.actor.owned import Notice, OwnedActors, OwnedMeshes, OwnedProcs, Ranks, all_of
 from monarch_slurm.actor.replies import VALUE, CountDown, OfMesh, OnLost, OnReply, ReplyTable
@@ -38,8 +39,6 @@ CellFactory = Callable[["Runtime", Message], "Cell"]
 _MANY = 64
 """Answers of a larger mesh are not noted down one by one."""
 
-_NO_SUCH_ACTOR = "this process has no such actor"
-
 
 class Runtime:
     """The actors, ports and owned meshes of one process.
@@ -50,6 +49,18 @@ class Runtime:
         transmit: sends a message to another process or an agent; for any thread.
         make_cell: makes a cell for a spawn message.
         incarnation: how often this process was started again.
+
+    Attributes:
+        replies: the ports that are open here.
+        keeper: starts the procs again that were spawned from here with a restart policy.
+        cells: the actors here.
+        owned: the meshes that actors here own.
+        places: which hosts have taken the place of others.
+        local_host: id of the host whose agent spawns procs for `this_host`.
+        python: interpreter of the procs that are spawned on `this_host`; empty for the agent's.
+        home: layout, shape and base rank of the proc mesh that this process belongs to.
+        on_retire: told of a host whose place nobody is to take.
+        print_logs: prints lines that have come; in the client only.
     """
 
     def __init__(
@@ -63,34 +74,26 @@ class Runtime:
         self.address = address
         self.host_name = host_name
         self._transmit = transmit
-        self._make_cell = make_cell
         self.replies = ReplyTable(incarnation)
         self.keeper = Keeper(address, transmit, self.ask_agents)
-        self._cells: dict[str, Cell] = {}
-        self._ended_cells = Tombstones()
+        self.cells = Cells(lambda message: make_cell(self, message), self._refuse)
         self.owned = OwnedMeshes()
-        self._targets = TargetTable()
-        self._lock = threading.RLock()
         self.places = Places()
+        self._targets = TargetTable()
         self._ends = Ends(self.places)
-        self._numbers, self._token = itertools.count(1), os.urandom(3).hex()
+        self._lock = threading.RLock()
+        self._mesh_numbers = itertools.count(1)
+        self._mesh_token = os.urandom(3).hex()
         self.local_host = address.host
-        """Id of the host whose agent spawns procs for `this_host`."""
-        self.on_demand: dict[str, Callable[[], None]] = {}
-        """Actors that begin with their first message: by mesh, what spawns them."""
         self.python = ""
-        """Interpreter of the procs that are spawned on `this_host`; empty for the agent's."""
         self.home: tuple[ProcLayout, Shape, int] | None = None
-        """Layout, shape and base rank of the proc mesh that this process belongs to."""
-        self.on_retire: Callable[[str], None] = lambda host: None  # told of a host whose place nobody is to take
-        self._failing = False
-        self.on_failed: Callable[[str, str | None], None] | None = None
-        """Ends this process as a failure, with the event and the traceback of the actor that has failed."""
-        self.print_logs: Callable[[], None] = lambda: None  # prints lines that have come; in the client only
+        self.on_retire: Callable[[str], None] = lambda host: None
+        self.print_logs: Callable[[], None] = lambda: None
 
     def new_mesh_id(self, name: str) -> str:
         """Return an id for a mesh called ``name`` that is unique in the job, and fit for file names."""
-        return f"{re.sub(r'[^A-Za-z0-9_-]', '_', name)}-{self._token}{next(self._numbers)}"
+        readable = re.sub(r"[^A-Za-z0-9_-]", "_", name)
+        return f"{readable}-{self._mesh_token}{next(self._mesh_numbers)}"
 
     # ---- sending
 
@@ -175,11 +178,8 @@ class Runtime:
             self.replies.take(fields["port"], fields["rank"], fields["status"], message.body)
             if "receipt" in fields:
                 self.post(fields["receipt"], 0, VALUE, [])
-        elif message.kind == "cast" and fields["op"] == "call" and fields["mesh"] not in self.on_demand:
-            self._cast(message)
-        else:
-            return False
-        return True
+            return True
+        return message.kind == "cast" and self.cells.take_at_once(message)
 
     def handle(self, message: Message) -> bool:
         """Take a message of the actor layer; False if it is of another kind. On the I/O thread."""
@@ -187,7 +187,7 @@ class Runtime:
         if self.handle_at_once(message):
             return True
         if kind == "cast":
-            self._cast(message)
+            self.cells.take(message)
         elif kind == "proc_down":
             self._proc_down(ProcDown(**message.fields))
         elif kind == "host_down":
@@ -197,8 +197,8 @@ class Runtime:
         elif kind == "actor_down":
             self._actor_down(ActorDown(**message.fields), message.src)
         elif kind == "describe":
-            rows = [cell.describe() for cell in list(self._cells.values())]
-            self.post((*message.src, message.fields["port"]), message.fields["rank"], VALUE, dumps(rows))
+            rows = dumps(self.cells.describe())
+            self.post((*message.src, message.fields["port"]), message.fields["rank"], VALUE, rows)
         elif kind == "procs_restart":
             self._procs_restart(ProcsRestart.from_fields(message.fields))
         elif kind == "proc_failed":
@@ -211,36 +211,12 @@ class Runtime:
             return False
         return True
 
-    def _cast(self, message: Message) -> None:
-        fields, mesh, operation = message.fields, message.fields["mesh"], message.fields["op"]
-        if operation == "spawn":
-            if mesh in self._cells:
-                return  # one of those that were made anew
-            self._cells[mesh] = cell = self._make_cell(self, message)
-            cell.start()
-            return
-        if mesh in self.on_demand:
-            self.on_demand.pop(mesh)()
-        cell_here = self._cells.get(mesh)
-        asker: Address | None = message.src
-        if operation == "call":
-            asker = (call := Call(message)).asker
-            refused = cell_here.put(call) if cell_here is not None else ""
-        else:
-            refused = cell_here.stop(fields["reason"], fields["timeout"], asker) if cell_here is not None else ""
-        if cell_here is None:
-            refused = self._ended_cells.get(mesh, _NO_SUCH_ACTOR)
-        if refused and asker is not None and not self._is_failing(cell_here):
-            ended = asdict(ActorDown(mesh, -1, refused, None, False, self.host_name, os.getpid()))
-            self.send(Message("actor_down", asker, self.address, ended))
+    def _refuse(self, asker: Address, mesh: str, why: str) -> None:
+        """Tell ``asker`` that this process has no actor of ``mesh``."""
+        self._tell_end(asker, ActorDown(mesh, -1, why, None, False, self.host_name, os.getpid()))
 
-    def knows(self, mesh: str) -> bool:
-        """Return whether this process has, or had, an actor of ``mesh``. For any thread."""
-        return mesh in self._cells or mesh in self._ended_cells or mesh in self.on_demand
-
-    def _is_failing(self, cell: Cell | None) -> bool:
-        """Return whether this process ends for an actor that has failed: askers are told by the news of that end."""
-        return self._failing or (cell is not None and cell.failed and self.on_failed is not None and cell.kept)
+    def _tell_end(self, process: Address, down: ActorDown) -> None:
+        self.send(Message("actor_down", process, self.address, asdict(down)))
 
     def _proc_down(self, down: ProcDown) -> None:
         with self._lock:
@@ -274,9 +250,7 @@ class Runtime:
         """What was owned or kept by processes that are ``gone`` ends with them."""
         self.keeper.forget_owned_by(gone)
         self.replies.lose(self.replies.processes(gone, ids), lambda process, ref: whose(why, process, ref))
-        for cell in list(self._cells.values()):
-            if gone(cell.owner):
-                cell.end(f"its owner is gone: {why}", failed=False)
+        self.cells.end_owned_by(gone, why)
 
     def _actor_down(self, down: ActorDown, process: Address) -> None:
         with self._lock:
@@ -389,22 +363,10 @@ class Runtime:
 
         Where a restart policy holds, the process fails with its actor, whose restart is that of all that is in it.
         """
-        mesh, layout = cell.ref.mesh, cell.ref.layout
-        with self._lock:
-            self._failing = self._failing or (failed and self.on_failed is not None and cell.kept)
-            self._ended_cells[mesh] = event
-            self._cells.pop(mesh, None)
-        if self._failing:
-            if failed and self.on_failed is not None:
-                self.on_failed(event, traceback)
+        if not self.cells.ended(cell, event, traceback, failed):
             return
-        self._forget_actors(layout, mesh, [cell.base_rank])
-        down = ActorDown(mesh, cell.base_rank, event, traceback, failed, self.host_name, os.getpid())
+        ref = cell.ref
+        self._forget_actors(ref.layout, ref.mesh, [cell.base_rank])
+        down = ActorDown(ref.mesh, cell.base_rank, event, traceback, failed, self.host_name, os.getpid())
         for process in told:
-            self.send(Message("actor_down", process, self.address, asdict(down)))
-
-    def stop_cells(self, reason: str, timeout: float) -> list[Cell]:
-        """Ask every actor here to stop, within ``timeout`` seconds; return those that still have to."""
-        for cell in (cells := list(self._cells.values())):
-            cell.stop(reason, timeout / 2)
-        return cells
+            self._tell_end(process, down)

@@ -8,16 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import zmq
 
 from monarch_slurm.config import settings
-from monarch_slurm.host.cast_order import CastOrder
 from monarch_slurm.host.caster import Caster
 from monarch_slurm.host.contacts import Contacts
 from monarch_slurm.host.exits import SILENT, HostDown
-from monarch_slurm.host.folds import entries
 from monarch_slurm.host.identity import pid_space
+from monarch_slurm.host.incoming import Incoming
 from monarch_slurm.host.places import Places
 from monarch_slurm.host.shares import FOR_OTHERS, for_one_host
 from monarch_slurm.wire import (
@@ -38,6 +38,15 @@ from monarch_slurm.wire.agent_links import AgentLinks
 from monarch_slurm.wire.sockets import bind_tcp, make_router
 
 logger = logging.getLogger(__name__)
+
+_AGENT_SETTINGS = (
+    "heartbeat_interval",
+    "missed_heartbeats",
+    "mesh_orphan_timeout",
+    "process_exit_timeout",
+    "stderr_tail_lines",
+)
+"""Settings of the controller that its agents go by."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,7 @@ class Hub:
         places: which hosts have taken the place of others; what is sent to one of those goes to its stand-in.
         find_stand_in: asked before anybody is told of a host's end: the id of the host that takes its place, and what
             people know it as.
+        on_passed: called with what a host has sent to others, after it was passed on.
     """
 
     def __init__(
@@ -83,10 +93,9 @@ class Hub:
         self._on_message = on_message
         self._on_joined = on_joined
         self._on_host_down = on_host_down
-        self._on_quick = on_quick
         self.places = Places()
         self.find_stand_in: Callable[[HostDown], tuple[str, str] | None] = lambda down: None
-        self.on_passed: Callable[[Message], None] = lambda message: None  # called after what hosts send to others
+        self.on_passed: Callable[[Message], None] = lambda message: None
         self.hosts: dict[str, HostInfo] = {}
         self._endpoints: dict[str, str] = {}
         self._expected: dict[str, list[Message]] = {}
@@ -105,7 +114,7 @@ class Hub:
             loop, router, self._from_agent, self._agent_fault, self._agent_closed, self._quickly_from_agent
         )
         self._contacts = Contacts()
-        self._orders: dict[str, CastOrder] = {}
+        self._incoming = Incoming(loop, self._in_order, on_quick)
         self._caster = Caster(current.max_cast_fanout, current.missed_heartbeats, self._link.send)
         loop.call_soon(self._beat)
 
@@ -238,16 +247,15 @@ class Hub:
             for host, ranks in absent:
                 self.send(for_one_host(cast, Address(host, AGENT), list(ranks)))
         for host in unreachable:
-            self._loop.call_soon(
-                lambda host=host: self._undeliverable(Message("cast", Address(host, AGENT), message.src))  # type: ignore[misc]
-            )
+            lost = Message("cast", Address(host, AGENT), message.src)
+            self._loop.call_soon(partial(self._undeliverable, lost))
 
     def _undeliverable(self, message: Message) -> None:
         host = message.dst.host
         self._host_down(host, "the connection to its agent is gone")  # if it is not known to have ended
-        down = self._gone.get(host) or HostDown(
-            host, host.partition("#")[0], "no agent of this name is connected", time.time()
-        )
+        down = self._gone.get(host)
+        if down is None:
+            down = HostDown(host, host.partition("#")[0], "no agent of this name is connected", time.time())
         notice = Message("host_down", message.src, CONTROLLER, down.to_fields())
         if message.src.host == CONTROLLER.host:
             self._on_message(notice)
@@ -279,23 +287,14 @@ class Hub:
             with self._lock:
                 self._caster.take(message)
         elif message.kind == "fold":
-            self._unfold(message)
+            self._incoming.folded(message)
         elif message.kind == "hello":
             self._joined(peer, message)
         elif message.dst.host != CONTROLLER.host or message.kind in FOR_OTHERS:
             self.send(message)
             self.on_passed(message)
-        elif peer in self._orders:
-            if message.kind == "barrier":
-                self._orders[peer].barrier(message.fields["number"])
-            else:
-                self._orders[peer].direct(message)
-
-    def _unfold(self, message: Message) -> None:
-        for host, number, directs, replies, ends in entries(message.body):
-            if host in self._orders:
-                entry = Message("ports", CONTROLLER, Address(host, AGENT), {"replies": replies, "ends": ends})
-                self._orders[host].share(number, number - 1, directs, entry)
+        else:
+            self._incoming.direct(peer, message)
 
     def _in_order(self, message: Message) -> None:
         """Take a message for the controller when it is its turn among those of its host."""
@@ -307,18 +306,11 @@ class Hub:
                 told = self._contacts.of_proc(message.fields, self.hosts)
             self._tell_agents(message, told - {message.src.host})
         self._on_message(message)
-        for fields in message.fields["ends"] if message.kind == "ports" else ():
-            self._in_order(Message("proc_down", CONTROLLER, message.src, fields))
 
     def _quickly_from_agent(self, peer: str, message: Message) -> bool:
-        order = self._orders.get(peer)
-        if order is None or peer in self._gone or message.dst != CONTROLLER or message.src.host != peer:
+        if peer in self._gone or message.dst != CONTROLLER or message.src.host != peer:
             return False
-        if not order.is_idle() or not self._on_quick(message):
-            return False
-        if order.went_by():
-            self._loop.call_soon(order.go_on)
-        return True
+        return self._incoming.take_quickly(peer, message)
 
     def _agent_fault(self, peer: str, error: WireError) -> None:
         if peer in self.hosts:
@@ -335,7 +327,7 @@ class Hub:
             welcomed = {"settings": _agent_settings(), "places": self.places.table()}
             welcome = Message("welcome", Address(peer, AGENT), CONTROLLER, welcomed)
             self.hosts[peer] = info
-            self._orders[peer] = CastOrder(self._in_order)
+            self._incoming.join(peer)
             for waiting in [welcome, *self._expected.pop(peer, [])]:
                 self._send_quietly(waiting)
             self._caster.join(peer)
@@ -351,7 +343,7 @@ class Hub:
         with self._lock:
             info = self.hosts.pop(peer, None)
             self._liveness.forget(peer)
-            self._orders.pop(peer, None)
+            self._incoming.leave(peer)
             self._caster.leave(peer)
         return info
 
@@ -365,7 +357,7 @@ class Hub:
         for peer in self._liveness.dead(now):
             self._host_down(peer, f"{SILENT} for {self._interval * settings().missed_heartbeats:g} s")
         for peer in list(self.hosts):
-            folds = self._orders[peer].last if peer in self._orders else 0
+            folds = self._incoming.folds(peer)
             acknowledged = {"folds": folds} if folds else {}
             try:
                 self._link.send(Message("heartbeat", Address(peer, AGENT), CONTROLLER, acknowledged), peer)
@@ -401,6 +393,5 @@ class Hub:
 
 
 def _agent_settings() -> dict[str, object]:
-    heartbeats = ("heartbeat_interval", "missed_heartbeats", "mesh_orphan_timeout")
     current = settings()
-    return {name: getattr(current, name) for name in (*heartbeats, "process_exit_timeout", "stderr_tail_lines")}
+    return {name: getattr(current, name) for name in _AGENT_SETTINGS}
