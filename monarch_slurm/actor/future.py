@@ -42,6 +42,8 @@ class Future(Generic[R]):
     """Starts work that waits to be looked at (`returns_future`); told whether on the running event loop."""
     _source: object
     """What brings the result, and has to be there until then."""
+    _helper: Callable[[], None] | None
+    """Brings the result nearer on the thread that waits; returns when there is nothing more for it to do."""
     _what: str | Callable[[], str]
     """What is waited for, for the text of a time-out."""
 
@@ -57,6 +59,7 @@ class Future(Generic[R]):
         future._waiters = []
         future._begin = None
         future._source = None
+        future._helper = None
         future._what = ""
         return future
 
@@ -85,7 +88,7 @@ class Future(Generic[R]):
         with self._lock:
             if self._done:
                 return
-            self._thunk, self._error, self._done, self._source = thunk, error, True, None
+            self._thunk, self._error, self._done, self._source, self._helper = thunk, error, True, None, None
             waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             waiter()
@@ -102,6 +105,12 @@ class Future(Generic[R]):
         with self._lock:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
+
+    def _help_with(self, helper: Callable[[], None]) -> None:
+        """Have threads that wait without a time-out call ``helper``; not the main one, where signal handlers raise."""
+        with self._lock:
+            if not self._done:
+                self._helper = helper
 
     def _look(self, on_loop: bool) -> None:
         """Begin what waits to be looked at."""
@@ -151,6 +160,11 @@ class Future(Generic[R]):
     def _wait(self, timeout: float | None) -> bool:
         """Wait up to ``timeout`` seconds; return whether there is a result."""
         end = None if timeout is None else time.monotonic() + timeout
+        helper = self._helper
+        if helper is not None and timeout is None and threading.current_thread() is not threading.main_thread():
+            helper()
+            if self._done:
+                return True
         try:
             self._on_done(driving.wake)
             driving.drive(lambda: self._done, timeout)

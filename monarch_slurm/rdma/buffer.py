@@ -11,14 +11,12 @@ from typing import Any, NamedTuple, NoReturn
 
 from monarch_slurm.actor.future import Future
 from monarch_slurm.rdma.choice import RDMATcpFallbackWarning, get_rdma_backend
-from monarch_slurm.rdma.engine import Op, Target
+from monarch_slurm.rdma.engine import Begun, Op, Target
 from monarch_slurm.rdma.errors import RDMAError, gathered
 from monarch_slurm.rdma.manager import Home, Manager, manager
 from monarch_slurm.rdma.memory import Memory, memory_of
-from monarch_slurm.rdma.samehost import SharedMemory
+from monarch_slurm.rdma.samehost import INLINE_BYTES, SharedMemory
 
-_INLINE_BYTES = 256 * 1024
-"""Up to this, a copy within the process is done by the caller's own thread."""
 _DROP_SECONDS = 60
 
 _warned = False
@@ -254,12 +252,13 @@ class _Batch:
             group = buffer._home, buffer._target.mapping is not None, buffer._direct
             self._groups.setdefault(group, []).append(item)
         self._left = len(self._groups)
+        self._begun: list[Begun] = []
         self._failures: list[RDMAError] = []
         self._lock = threading.Lock()
 
     def is_small_and_local(self) -> bool:
         ((home, *_), items), *others = self._groups.items()
-        return not others and home == self._here.home and sum(item.nbytes for item in items) <= _INLINE_BYTES
+        return not others and home == self._here.home and sum(item.nbytes for item in items) <= INLINE_BYTES
 
     def run_here(self) -> None:
         for group, items in self._groups.items():
@@ -267,14 +266,30 @@ class _Batch:
 
     def start(self) -> None:
         for group, items in self._groups.items():
-            self._here.workers.run(lambda group=group, items=items: self._run(group, items))  # type: ignore[misc]
+            begun = self._here.begin(*group, _ops(items))
+            if begun is None:
+                self._here.workers.run(lambda group=group, items=items: self._run(group, items))  # type: ignore[misc]
+            elif begun.then(self._ended).is_complete:
+                begun.finish()
+            else:
+                self._begun.append(begun)
+                self._here.workers.run(begun.finish)
+        if self._begun:
+            self.future._help_with(self._finish_begun)
+
+    def _finish_begun(self) -> None:
+        for begun in self._begun:
+            begun.finish()
 
     def _run(self, group: tuple[Home, bool, bool], items: list[_Queued]) -> None:
         failure: RDMAError | None
         try:
-            failure = self._transfer(group, items)
+            failure = self._here.transfer(*group, _ops(items), self._deadline)
         except Exception as error:  # of a device's stager, for instance: whoever waits must hear of it
             failure = RDMAError(f"unexpected: {error!r}")
+        self._ended(failure)
+
+    def _ended(self, failure: RDMAError | None) -> None:
         if failure is not None:
             self._failures.append(failure)
         with self._lock:
@@ -285,19 +300,12 @@ class _Batch:
         elif last:
             self.future._resolve(lambda: None)
 
-    def _transfer(self, group: tuple[Home, bool, bool], items: list[_Queued]) -> RDMAError | None:
-        ops = [
-            Op(
-                item.write,
-                item.memory.address,
-                item.nbytes,
-                item.buffer._target,
-                item.memory.anchor,
-                item.memory.stager,
-            )
-            for item in items
-        ]
-        return self._here.transfer(*group, ops, self._deadline)
+
+def _ops(items: list[_Queued]) -> list[Op]:
+    return [
+        Op(item.write, item.memory.address, item.nbytes, item.buffer._target, item.memory.anchor, item.memory.stager)
+        for item in items
+    ]
 
 
 def _settle(future: Future[None], work: Callable[[], None]) -> None:

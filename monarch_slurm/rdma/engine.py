@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from monarch_slurm.rdma.errors import RDMATimeoutError
+from monarch_slurm.rdma.errors import RDMAError, RDMATimeoutError
 from monarch_slurm.rdma.memory import Stager
 
 
@@ -36,6 +37,53 @@ class Op(NamedTuple):
     target: Target
     anchor: object | None = None
     stager: Stager | None = None
+
+
+class Begun:
+    """Transfers that are under way without a thread of their own. Whoever waits first sees them through.
+
+    Args:
+        wait: returns when all are complete, on any number of threads; None if they are.
+        end: gives back what they hold; called once, after that.
+    """
+
+    def __init__(self, wait: Callable[[], object] | None, end: Callable[[], object]) -> None:
+        self._wait = wait
+        self._end = end
+        self._lock = threading.Lock()
+        self._over = False
+        self._then: Callable[[RDMAError | None], None] = lambda failure: None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `finish` returns at once."""
+        return self._wait is None
+
+    def then(self, told: Callable[[RDMAError | None], None]) -> Begun:
+        """Have ``told`` called with what went wrong, once, by whoever finishes; return this object."""
+        before = self._then
+
+        def both(failure: RDMAError | None) -> None:
+            before(failure)
+            told(failure)
+
+        self._then = both
+        return self
+
+    def finish(self) -> None:
+        """Wait until all are complete; the first to come back ends them. For any thread."""
+        failure = None
+        if self._wait is not None:
+            try:
+                self._wait()
+            except Exception as error:  # of the device; whoever waits must hear of it
+                failure = RDMAError(f"unexpected: {error!r}")
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+        self._end()
+        self._then(failure)
 
 
 class Engine(Protocol):

@@ -19,7 +19,7 @@ from monarch_slurm.host.identity import ADDRESS_VARIABLE, pid_space
 from monarch_slurm.rdma import samehost
 from monarch_slurm.rdma.bounce import on_host
 from monarch_slurm.rdma.control import Control, Fields
-from monarch_slurm.rdma.engine import Engine, Op, remaining
+from monarch_slurm.rdma.engine import Begun, Engine, Op, remaining
 from monarch_slurm.rdma.errors import NoBackendError, NoDirectWayError, PeerLostError, RDMAError, RDMATimeoutError
 from monarch_slurm.rdma.gpu_ipc import GpuExports, GpuIpc
 from monarch_slurm.rdma.local import LocalEngine
@@ -76,15 +76,21 @@ class _Peer:
         """Return the best engine: for memory that can be ``mapped``, or that the CPU can reach at all (``direct``)."""
         if self._lost:
             raise PeerLostError(f"the owner of the buffer is gone: {self._lost}")
-        if not without:
-            settled, engine = self._chosen.get((mapped, direct), (-1, None))
-            if engine is not None and settled == revision():
-                return engine
+        settled = None if without else self.settled(mapped, direct)
+        if settled is not None:
+            return settled
         now = revision()
         engine = self._choose(mapped, direct, deadline, without)
         if not without:
             self._chosen[mapped, direct] = now, engine
         return engine
+
+    def settled(self, mapped: bool, direct: bool) -> Engine | None:
+        """Return the engine that `engine` would return without asking anybody; None when it would have to ask."""
+        if self._lost:
+            return None
+        chosen_at, engine = self._chosen.get((mapped, direct), (-1, None))
+        return engine if chosen_at == revision() else None
 
     def _choose(self, mapped: bool, direct: bool, deadline: float, without: Set[str]) -> Engine:
         allowed = transports() - without
@@ -209,6 +215,25 @@ class Manager:
                 peer = self._peers[home] = _Peer(self, home)
         return peer
 
+    def begin(self, home: Home, mapped: bool, direct: bool, ops: Sequence[Op]) -> Begun | None:
+        """Begin ``ops``, which all go to ``home``, on the calling thread; None if that is a matter for `transfer`.
+
+        Never on the main thread: what a signal handler raises there would leave the buffers held for ever.
+        """
+        if home == self.home or threading.current_thread() is threading.main_thread():
+            return None
+        engine = self._peer(home).settled(mapped, direct)
+        if not isinstance(engine, (SameHost, SameHostMapped, GpuIpc)):
+            return None
+        if not engine.takes_devices and any(op.stager is not None for op in ops):
+            return None
+        started, name = time.monotonic(), engine.name
+        try:
+            begun = engine.begin(ops)
+        except (RDMAError, OSError):
+            return None  # `transfer` meets the same, and tells it
+        return begun and begun.then(lambda failure: self._note(home, name, ops, started, failure))
+
     def transfer(self, home: Home, mapped: bool, direct: bool, ops: Sequence[Op], deadline: float) -> RDMAError | None:
         """Do ``ops``, which all go to ``home``; return what went wrong."""
         started = time.monotonic()
@@ -231,11 +256,14 @@ class Manager:
         except Exception as error:  # a fault of this package; whoever waits must hear of it
             failure = RDMAError(f"unexpected: {error!r}").by(backend)
             failure.__cause__ = error
+        self._note(home, backend or "none", ops, started, failure)
+        return failure
+
+    def _note(self, home: Home, backend: str, ops: Sequence[Op], started: float, failure: RDMAError | None) -> None:
         seconds = time.monotonic() - started
         text = None if failure is None else str(failure)
         nbytes = sum(op.nbytes for op in ops)
-        records.add(TransferRecord(str(home.process), backend or "none", len(ops), nbytes, seconds, text))
-        return failure
+        records.add(TransferRecord(str(home.process), backend, len(ops), nbytes, seconds, text))
 
     def _transfer(self, engine: Engine, ops: Sequence[Op], deadline: float) -> None:
         if engine.takes_devices:

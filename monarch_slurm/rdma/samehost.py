@@ -17,14 +17,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from monarch_slurm.rdma.engine import Op, remaining
-from monarch_slurm.rdma.errors import BufferGoneError, PeerLostError, RDMAError
+from monarch_slurm.rdma.engine import Begun, Op, remaining
+from monarch_slurm.rdma.errors import BufferGoneError, PeerLostError, RDMAError, RDMATimeoutError
 from monarch_slurm.rdma.registry import NONCE_BYTES, gone_text, lock_slots
 
 _PIECE = 16 * 2**20
 """Bytes between two looks at the clock, and of one thread's share."""
 _SMALL = 2**20
 """Up to this, copies go to the kernel many at a time."""
+INLINE_BYTES = 256 * 1024
+"""Up to this, a copy takes less time than another thread takes to wake up."""
+NOW = 0.0
+"""A deadline that allows no waiting."""
 _IOV_MAX = 512
 _PR_SET_PTRACER = 0x59616D61
 _PTRACER_ANY = ctypes.c_ulong(-1)
@@ -124,6 +128,16 @@ def copy_pieces(copy: Callable[[Piece], object], pieces: Sequence[Piece], deadli
         raise errors[0]
 
 
+def _inline(transfer: Callable[[Sequence[Op], float], None], ops: Sequence[Op]) -> Begun | None:
+    if sum(op.nbytes for op in ops) > INLINE_BYTES:
+        return None
+    try:
+        transfer(ops, NOW)
+    except RDMATimeoutError:
+        return None
+    return Begun(None, lambda: None)
+
+
 class SameHost:
     """Copies from and to one process of this host.
 
@@ -155,10 +169,15 @@ class SameHost:
                 batch = [(op.address, op.target.address, op.nbytes) for op in ops if op.write is write]
                 small = [piece for piece in batch if piece[2] <= _SMALL]
                 for start in range(0, len(small), _IOV_MAX):
-                    remaining(deadline)
+                    if start:
+                        remaining(deadline)
                     self._move(call, small[start : start + _IOV_MAX])
                 large = [piece for piece in batch if piece[2] > _SMALL]
                 copy_pieces(lambda piece, call=call: self._move(call, [piece]), large, deadline)  # type: ignore[misc]
+
+    def begin(self, ops: Sequence[Op]) -> Begun | None:
+        """Do all ``ops`` on the calling thread if they are small and nothing has to be waited for."""
+        return _inline(self.transfer, ops)
 
     def transfer_mapped(self, ops: Sequence[Op], deadline: float) -> None:
         """Copy ``ops`` whose targets have a mapping."""
@@ -190,7 +209,7 @@ class SameHost:
         """
         slots = [op.target.slot for op in ops]
         # Locks of one open file do not exclude each other, but unlocking would unlock for all: one batch at a time.
-        if not self._lock.acquire(timeout=remaining(deadline)):
+        if not self._lock.acquire(blocking=False) and not self._lock.acquire(timeout=remaining(deadline)):
             remaining(deadline)
         try:
             with lock_slots(self._lock_file, min(slots), max(slots) + 1, False, deadline):
@@ -262,6 +281,10 @@ class SameHostMapped:
     def transfer(self, ops: Sequence[Op], deadline: float) -> None:
         """See `Engine.transfer`."""
         self._host.transfer_mapped(ops, deadline)
+
+    def begin(self, ops: Sequence[Op]) -> Begun | None:
+        """See `SameHost.begin`."""
+        return _inline(self.transfer, ops)
 
     def lost(self, reason: str) -> None:
         """Nothing waits for the peer."""

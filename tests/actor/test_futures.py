@@ -204,6 +204,26 @@ def test_many_threads_wait_for_one_future() -> None:
     assert all(value is got[0] for value in got)
 
 
+def test_a_thread_that_waits_helps_and_the_main_thread_does_not() -> None:
+    future: Future[str] = Future._pending()
+    helpers: list[int] = []
+
+    def help_on() -> None:
+        helpers.append(threading.get_ident())
+        future._resolve(lambda: "brought")
+
+    future._help_with(help_on)
+    for timeout in (0.01, 0):
+        with pytest.raises(TimeoutError):
+            future.get(timeout)
+    assert helpers == []
+    got: list[str] = []
+    waiting = threading.Thread(target=lambda: got.append(future.get()))
+    waiting.start()
+    waiting.join(DEADLINE)
+    assert (got, helpers, future.get()) == (["brought"], [waiting.ident], "brought")
+
+
 def test_a_waiter_that_timed_out_leaves_nothing_behind() -> None:
     _, receiver = Channel.open()
     future = receiver.recv()

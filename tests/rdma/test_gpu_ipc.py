@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fake_libraries import compile_fake
+from support import wait_until
 
 from monarch_slurm.gpu import GpuMemory, libraries, sharing
 from monarch_slurm.rdma.engine import Op, Target
@@ -97,6 +99,31 @@ def test_a_buffer_over_three_allocations() -> None:
     owner.engine.transfer([op(entry, torch.full((7,), 9, dtype=torch.uint8), write=True)], soon())
     assert owner.bytes[(2 << 20) - 5 :][:8].tolist() == [9] * 7 + [int(data[7])]
     assert owner.asked == 1, "what is mapped is not asked for again"
+
+
+@pytest.mark.usefixtures("fake")
+def test_what_is_mapped_is_copied_without_a_thread() -> None:
+    owner = Owner([2 << 20])
+    entry = owner.buffer(5, 1000)
+    data = torch.frombuffer(pattern(1000, 1), dtype=torch.uint8)
+    assert owner.engine.begin([op(entry, data, write=True)]) is None, "the owner has to be asked first"
+    owner.engine.transfer([op(entry, data, write=True)], soon())
+    target = torch.zeros_like(data)
+    begun = owner.engine.begin([op(entry, target)])
+    assert begun is not None
+    assert owner.engine.begin([op(entry, target)]) is None, "one batch at a time"
+    dropped = threading.Thread(target=owner.drop, args=(entry,))
+    dropped.start()
+    wait_until(lambda: entry.dropped)
+    assert dropped.is_alive(), "a drop waits for those who copy"
+    begun.finish()
+    assert torch.equal(target, data)
+    dropped.join(30)
+    assert not dropped.is_alive()
+    with pytest.raises(BufferGoneError):
+        owner.engine.begin([op(entry, target)])
+    begun.finish()  # the thread that was started for it comes late
+    owner.engine.transfer([op(owner.buffer(0, 10), target[:10])], soon())
 
 
 @pytest.mark.usefixtures("fake")

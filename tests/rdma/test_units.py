@@ -7,6 +7,7 @@ import gc
 import itertools
 import pickle
 import socket
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from monarch_slurm.actor.client import client
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.rdma import RDMAAction, RDMABuffer, get_rdma_backend, is_rdma_available
 from monarch_slurm.rdma import tcp_protocol as protocol
-from monarch_slurm.rdma.engine import Op, Target
+from monarch_slurm.rdma.engine import Begun, Op, Target
 from monarch_slurm.rdma.errors import (
     BufferGoneError,
     NoBackendError,
@@ -153,6 +154,22 @@ def test_failures_are_gathered() -> None:
     same = gathered([PeerLostError("a").by("tcp"), PeerLostError("b").by("ibverbs")])
     assert (type(same), str(same)) == (PeerLostError, "RDMA submit failed on 2 backend(s):\n(tcp) a\n(ibverbs) b")
     assert type(gathered([PeerLostError("a"), BufferGoneError("b")])) is RDMAError
+
+
+def test_whoever_waits_first_ends_what_was_begun_and_hears_of_a_fault() -> None:
+    arrived, ended, told = threading.Barrier(2), [], []
+
+    def wait() -> None:
+        arrived.wait(30)
+        raise ValueError("the device is gone")
+
+    begun = Begun(wait, lambda: ended.append(1)).then(told.append)
+    threads = [threading.Thread(target=begun.finish) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert (ended, [str(failure) for failure in told]) == ([1], ["unexpected: ValueError('the device is gone')"])
 
 
 # ---- the registry
