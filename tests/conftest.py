@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ from monarch_slurm.actor import MeshFailure
 os.environ["MONARCH_SLURM_NATIVE_STRICT"] = "1"
 # What else runs on this machine is no test's business. Short, for sockets.
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="mt-", dir="/tmp")
+# A script that runs this in the background has it ignore Ctrl-C, and with it the programs whose Ctrl-C is tested.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # How long an example takes depends on what else runs.
 hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")

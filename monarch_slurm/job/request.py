@@ -71,6 +71,9 @@ class SlurmRequest:
         spares: how many more are there to take the places of others; of ``components``, each has its own.
         on_lost: what to do when a host is lost and no spare is left.
         health_check: whether hosts are examined before they are used; None does so if there are spares.
+        address: option for `find_address`: where the controller listens.
+        data_address: likewise, for what procs tell one another; None on each node takes the one that reaches the
+            controller.
     """
 
     nodes: int
@@ -106,6 +109,8 @@ class SlurmRequest:
     spares: int = 0
     on_lost: OnLost = "shrink"
     health_check: bool | None = None
+    address: str | None = None
+    data_address: str | None = None
 
     def __post_init__(self) -> None:
         if self.time_limit is not None and not TIME_LIMIT.fullmatch(self.time_limit):

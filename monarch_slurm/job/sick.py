@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -44,23 +45,52 @@ def sick_nodes(base: Path, now: float | None = None) -> dict[str, str]:
 def leave_out_sick(request: SlurmRequest, base: Path, run: Run = run_command) -> SlurmRequest:
     """Return ``request`` with the sick nodes of the cluster excluded, unless too few nodes would be left for it.
 
+    Each component of a heterogeneous job is looked at by itself, with the nodes that others want of its partition.
+
     What the user has said of nodes wins: a list of nodes to use is left as it is.
     """
     sick = sick_nodes(base)
-    if not sick or request.nodelist is not None or request.components:
+    if not sick:
         return request
-    listed = run(["sinfo", "-h", "-N", "-o", "%N", *(["-p", request.partition] if request.partition else [])])
-    there = set(listed.stdout.split())
-    excluded = set(expand(request.exclude or ""))
-    out = sorted((sick.keys() & there) - excluded)
-    if not out:
+    kinds = [request.of_kind(kind) for kind in range(len(request.kinds))]
+    asked: Counter[str | None] = Counter()
+    for kind in kinds:
+        asked[kind.partition] += kind.all_nodes
+    there = {partition: _nodes_of(partition, run) for partition in asked}
+    excludes: list[str | None] = []
+    left_out: dict[str, str] = {}
+    too_few: dict[str, str] = {}
+    for kind in kinds:
+        nodes = there[kind.partition]
+        excluded = set(expand(kind.exclude or ""))
+        out = {name: sick[name] for name in sorted((sick.keys() & nodes) - excluded)}
+        if not out or kind.nodelist is not None:
+            excludes.append(kind.exclude)
+        elif len(nodes - excluded) - len(out) < asked[kind.partition]:
+            excludes.append(kind.exclude)
+            too_few |= out
+        else:
+            excludes.append(compress(sorted(excluded | out.keys())))
+            left_out |= out
+    if too_few:
+        logger.warning("nodes that were sick before may be used, for there are too few others: %s", _reasons(too_few))
+    if not left_out:
         return request
-    reasons = "; ".join(f"{name}: {sick[name]}" for name in out)
-    if len(there - excluded) - len(out) < request.all_nodes:
-        logger.warning("nodes that were sick before may be used, for there are too few others: %s", reasons)
-        return request
-    logger.warning("leaving out nodes that were sick before (%s); remove %s to use them", reasons, base / SICK_FILE)
-    return replace(request, exclude=compress(sorted(excluded | set(out))))
+    file = base / SICK_FILE
+    logger.warning("leaving out nodes that were sick before (%s); remove %s to use them", _reasons(left_out), file)
+    if not request.components:
+        return replace(request, exclude=excludes[0])
+    specs = zip(request.components, excludes, strict=True)
+    return replace(request, components=tuple(replace(spec, exclude=exclude) for spec, exclude in specs))
+
+
+def _nodes_of(partition: str | None, run: Run) -> set[str]:
+    where = [] if partition is None else ["-p", partition]
+    return set(run(["sinfo", "-h", "-N", "-o", "%N", *where]).stdout.split())
+
+
+def _reasons(nodes: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {why}" for name, why in nodes.items())
 
 
 def _read(base: Path) -> dict[str, dict[str, Any]]:

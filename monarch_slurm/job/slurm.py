@@ -5,41 +5,32 @@ from __future__ import annotations
 import copy
 import ipaddress
 import logging
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from monarch_slurm.host.identity import ADDRESS_VARIABLE
 from monarch_slurm.host.places import OnLost
-from monarch_slurm.job.address import find_address, node_address
-from monarch_slurm.job.allocation import SlurmAllocation
 from monarch_slurm.job.base import BatchJob, JobState, JobTrait, Script, program_arguments
 from monarch_slurm.job.batch import BatchPlan
 from monarch_slurm.job.checks import check_meshes
+from monarch_slurm.job.connect import connect, is_inside
 from monarch_slurm.job.container import Container
-from monarch_slurm.job.diagnosis import why_ended
 from monarch_slurm.job.errors import (
-    HostsTakenError,
-    JobEndedError,
     JobError,
     JobNotFoundError,
     JobSpecError,
     SlurmUnreachableError,
 )
-from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder, write_whole
-from monarch_slurm.job.follow import follow_job, print_notice
-from monarch_slurm.job.nodelist import expand
+from monarch_slurm.job.folder import JobFolder, write_whole
+from monarch_slurm.job.follow import follow_job
 from monarch_slurm.job.request import NodeSpec, SlurmRequest, split_meshes
 from monarch_slurm.job.requested import cancel_all
 from monarch_slurm.job.sick import leave_out_sick
-from monarch_slurm.job.status import JobId, JobStatus, Phase, query, run_command, wait_for_start
+from monarch_slurm.job.status import JobId, JobStatus, Phase, query, run_command
 from monarch_slurm.job.submission import check_commands, default_python, render, submit, submit_array
-from monarch_slurm.job.supervisor import BATCH_VARIABLE
 from monarch_slurm.job.unreachable import slurm_failure
-from monarch_slurm.job.whole import Gathering
 
 logger = logging.getLogger(__name__)
 
@@ -191,9 +182,9 @@ class SlurmJob(JobTrait):
             spares=spares,
             on_lost=on_lost,
             health_check=health_check,
+            address=address,
+            data_address=data_address or address,
         )
-        self._address = address
-        self._data_address = data_address or address
         self._log_dir = Path(log_dir or DEFAULT_LOG_DIR)
         self._start_timeout = job_start_timeout
         self._job_id: JobId | None = None
@@ -274,7 +265,7 @@ class SlurmJob(JobTrait):
         return BatchPlan(
             program=None if client_script is None else tuple(program_arguments(client_script, inside)),
             python=request.python,
-            address=self._data_address,
+            address=request.data_address,
             requeue=request.requeue,
             srun_args=request.srun_args,
             preflight=request.preflight,
@@ -353,51 +344,16 @@ class SlurmJob(JobTrait):
 
     def _state(self) -> JobState:
         if self._connected is None:
-            self._connected = self._connect()
-        return self._connected
-
-    def _connect(self) -> JobState:
-        from monarch_slurm.controller import publish
-
-        if self._inside():
-            allocation = SlurmAllocation.from_env()
-            names, here = list(allocation.nodes), allocation.node_name
-        else:
-            names, here = expand(self._wait_for_start().nodes), ""
-        if len(names) != (asked := self._request.all_nodes):
-            raise JobError(f"{asked} nodes were asked for, and job {self.job_id} has {len(names)}")
-        if self._job_folder.controller_file.exists():
-            raise HostsTakenError(
-                f"the hosts of job {self.job_id} already serve another program; submit a job of your own"
+            self._connected = connect(
+                self._job_id, self._job_folder, self._meshes, self._request, self._plan(None), self._start_timeout
             )
-        # toward another node, for a machine's own name may stand for its loopback address
-        toward = node_address(next((name for name in names if name != here), here))
-        publish(self._job_folder.path, address=find_address(self._address, toward))
-        if self._data_address != self._address:
-            os.environ.setdefault(ADDRESS_VARIABLE, find_address(self._data_address, toward))  # of this very process
-        meshes = Gathering(self._job_folder, names, self._meshes, self._request, self._plan(None)).meshes()
-        return JobState(meshes)
-
-    def _wait_for_start(self) -> JobStatus:
-        try:
-            return wait_for_start(self.job_id, self._start_timeout, print_notice)
-        except JobEndedError:
-            raise why_ended(self._job_folder, self.status()) from None
-
-    def _inside(self) -> bool:
-        """Return whether this process is the client script of this very job."""
-        return BATCH_VARIABLE in os.environ and os.environ.get(FOLDER_VARIABLE) == str(self.folder)
+        return self._connected
 
     def can_run(self, spec: JobTrait) -> bool:
         """Return whether ``spec`` asks for the same and this job is active and has not had a controller yet."""
         if not isinstance(spec, SlurmJob) or self._folder is None:
             return False
-        if (spec._meshes, spec._request, spec._address, spec._data_address) != (
-            self._meshes,
-            self._request,
-            self._address,
-            self._data_address,
-        ):
+        if (spec._meshes, spec._request) != (self._meshes, self._request):
             return False
         if self._folder.controller_file.exists() or not self._folder.path.is_dir():
             return False
@@ -407,7 +363,7 @@ class SlurmJob(JobTrait):
             return False
 
     def _kill(self) -> None:
-        if self._job_id is None or self._inside():
+        if self._job_id is None or is_inside(self._job_folder):
             return  # inside, the job ends when this program does
         if self._connected is not None:
             self._connected.shutdown()

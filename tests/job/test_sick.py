@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from monarch_slurm.job.request import SlurmRequest
+from monarch_slurm.job.request import NodeSpec, SlurmRequest
 from monarch_slurm.job.sick import SICK_FILE, SICK_SECONDS, leave_out_sick, note_sick, sick_nodes
 
 
@@ -41,6 +41,23 @@ def test_too_few_others(tmp_path: Path) -> None:
     assert excluded(tmp_path, nodes=3) == "n2"
     assert excluded(tmp_path, nodes=3, spares=1) is None
     assert excluded(tmp_path, nodes=4) is None
+
+
+def test_each_kind_of_nodes_has_its_own(tmp_path: Path) -> None:
+    def two_partitions(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 0, "c1\nc2\n" if "cpu" in command else "g1\ng2\ng3\ng4\n", "")
+
+    def excluded(*specs: NodeSpec, **kwargs: Any) -> list[str | None]:
+        request = SlurmRequest(sum(spec.nodes for spec in specs), "job", "python", components=specs, **kwargs)
+        return [spec.exclude for spec in leave_out_sick(request, tmp_path, two_partitions).components]
+
+    note_sick(tmp_path, {"c1": "silent", "g1": "silent"})
+    cpu = NodeSpec(1, partition="cpu")
+    assert excluded(cpu, NodeSpec(2), partition="gpu") == ["c1", "g1"]
+    assert excluded(cpu, NodeSpec(2, exclude="g4"), NodeSpec(1), partition="gpu") == ["c1", "g4", "g1"]
+    assert excluded(cpu, NodeSpec(2, nodelist="g[1-2]"), partition="gpu") == ["c1", None]
+    assert excluded(NodeSpec(2, partition="cpu"), NodeSpec(2, spares=1), partition="gpu") == [None, "g1"]
+    assert excluded(cpu, NodeSpec(2), NodeSpec(2), partition="gpu") == ["c1", None, None]
 
 
 def test_a_file_that_makes_no_sense(tmp_path: Path) -> None:
