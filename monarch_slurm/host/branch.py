@@ -17,6 +17,7 @@ import zmq
 from monarch_slurm.config import settings
 from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.host.cast_order import CastOrder
+from monarch_slurm.host.cast_tree import patience
 from monarch_slurm.host.folds import Folder, is_foldable
 from monarch_slurm.host.shares import APART, FOR_OTHERS, divide, for_one_host
 from monarch_slurm.wire import (
@@ -182,9 +183,9 @@ class Branch:
         self._folder.acknowledged(folds)
         since = self._folder.kept_since()
         if since is not None and self._above is not None and self._linked and since >= self._linked_at:
-            # As long as the controller waits for casts to arrive (`caster`).
-            patience = (settings().missed_heartbeats + 1) * settings().heartbeat_interval
-            if self._loop.clock() - max(since, self._sent_again_at) > patience:
+            current = settings()
+            late = patience(current.missed_heartbeats) * current.heartbeat_interval
+            if self._loop.clock() - max(since, self._sent_again_at) > late:
                 self._broken(self._above)
 
     def _send_again(self) -> None:

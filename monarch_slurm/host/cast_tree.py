@@ -13,6 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 
+def patience(missed_heartbeats: int) -> int:
+    """Return after how many heartbeats that is late which has gone through others and has not been acknowledged.
+
+    As many as a host may be silent until it is lost, and one that brings the acknowledgement.
+    """
+    return missed_heartbeats + 1
+
+
 @dataclass
 class _Node:
     slot: int

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from monarch_slurm.host.cast_tree import CastTree
+from monarch_slurm.host.cast_tree import CastTree, patience
 from monarch_slurm.host.relinking import Relinking
 from monarch_slurm.host.shares import APART, Ranks, packed
 from monarch_slurm.wire import AGENT, CONTROLLER, Address, Message, UnknownPeerError
@@ -68,7 +68,7 @@ class Caster:
 
     Args:
         fanout: hosts that are sent to by one.
-        missed_heartbeats: a host is late when it lacks a cast after so many; another one brings the acknowledgement.
+        missed_heartbeats: how many may be missing until a host is lost; see `cast_tree.patience`.
         send: sends a message to the agent of a host; raises `UnknownPeerError`.
     """
 
@@ -88,7 +88,7 @@ class Caster:
         self._kept: deque[_Sent] = deque()
         self._linked_at: dict[str, int] = {}
         """By linked host, the last cast that it was sent by another way."""
-        self._patience = missed_heartbeats + 1
+        self._patience = patience(missed_heartbeats)
         self._marks = deque([0] * self._patience, self._patience)
         """Number of the last cast at each of the last heartbeats."""
         self._beats = 0
