@@ -21,7 +21,7 @@ class TrainConfig:
         tokens: the run ends when the committed steps of all replicas have consumed this many tokens.
         replicas: number of replica groups.
         procs_per_replica: trainer procs in one replica; with more than one, parameters are sharded over them.
-        min_replicas: the smallest quorum that may train. One would let a lone replica start again from step 0.
+        min_replicas: the smallest quorum that may train. One would let a lone replica start again from nothing.
         sync_every: inner steps between two DiLoCo syncs.
         lr: peak learning rate of AdamW.
         min_lr_ratio: the cosine schedule ends at ``lr * min_lr_ratio``.

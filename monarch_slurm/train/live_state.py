@@ -137,7 +137,7 @@ class RunState:
         return [Notice(t, "bad", f"{text}: {cause}" if cause else text)]
 
     def _on_state_saved(self, t: float, event: dict[str, Any]) -> list[Notice]:
-        return [Notice(t, "info", f"saved at step {units.index(event.get('step'), 0)}")]
+        return [Notice(t, "info", f"saved at sync {units.index(event.get('step'), 0)}")]
 
     def _on_saved(self, t: float, event: dict[str, Any], r: int, s: ReplicaState, generation: int) -> list[Notice]:
         error = units.one_line(event.get("error"))

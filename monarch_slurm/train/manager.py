@@ -123,7 +123,7 @@ class Run:
             raise
         except SystemExit:  # of `save_on_notice`
             reason = "asked to end; " + (
-                "nothing was saved" if self._saved is None else f"saved at step {self._saved.step}"
+                "nothing was saved" if self._saved is None else f"saved at sync {self._saved.step}"
             )
             raise
         finally:
@@ -220,7 +220,7 @@ class Run:
         missing = whole.missing()
         if missing is not None:
             logger.warning(
-                "the state of step %d cannot be gone on from: %s is not seen here as replica %d has written it; "
+                "the state of sync %d cannot be gone on from: %s is not seen here as replica %d has written it; "
                 "the run's folder must be on a file system that all hosts share",
                 whole.step, missing, whole.replica,
             )  # fmt: skip

@@ -14,6 +14,7 @@ from monarch_slurm.train.config import TrainConfig
 from monarch_slurm.train.events import Event
 from monarch_slurm.train.manager import JOURNAL
 from monarch_slurm.train.report import REPORT, load_report
+from monarch_slurm.train.run_lock import LOCK, alone_in
 from monarch_slurm.train.saved import find_saved
 
 FIXED = ("model", "data", "seq_len", "batch_size", "replicas", "procs_per_replica", "sync_every", "seed")
@@ -28,19 +29,33 @@ def resumed_config(folder: Path, given: Mapping[str, Any]) -> TrainConfig:
 
     Raises:
         ConfigError: ``folder`` holds no run, the run has trained all its tokens, or it cannot go on with what is given.
+        MonarchSlurmError: the run has only just been started.
     """
-    if not (folder / JOURNAL).exists():
-        raise ConfigError(f"{folder} is not the folder of a run: it has no {JOURNAL}")
-    if finished_report(folder) is not None:
-        raise ConfigError(
-            f"the run in {folder} has trained all its tokens and gets no longer; start a new one without --resume"
-        )
+    check_unfinished(folder)
     events = history(folder)
     last = last_config(events)
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     config = TrainConfig(**{name: value for name, value in (last or {}).items() if name in known} | dict(given))
     check_changes(folder, events, config)
     return config
+
+
+def check_unfinished(folder: Path) -> None:
+    """Make sure that there is a run in ``folder`` that may go on.
+
+    Raises:
+        ConfigError: ``folder`` holds no run, or the run has trained all its tokens.
+        MonarchSlurmError: the run has only just been started.
+    """
+    if not (folder / JOURNAL).exists():
+        if (folder / LOCK).exists():
+            with alone_in(folder):  # or the one that starts has not come to write anything yet
+                pass
+        raise ConfigError(f"{folder} is not the folder of a run: it has no {JOURNAL}")
+    if finished_report(folder) is not None:
+        raise ConfigError(
+            f"the run in {folder} has trained all its tokens and gets no longer; start a new one without --resume"
+        )
 
 
 def history(folder: Path) -> list[Event]:

@@ -25,11 +25,11 @@ from monarch_slurm.train.manager import Run
 from monarch_slurm.train.report import ReportError, build_report, load_report, write_report
 from monarch_slurm.train.resuming import (
     check_changes,
+    check_unfinished,
     finished_report,
     history,
     last_config,
     named_change,
-    resumed_config,
 )
 from monarch_slurm.train.run_lock import alone_in
 from monarch_slurm.train.saved import find_saved
@@ -96,6 +96,8 @@ def train_here(plan: Plan, in_job: bool = False) -> Path:
     if not settings().log_dir:
         configure(log_dir=str(folder / "logs"))
     with contextlib.nullcontext() if in_job else alone_in(folder), save_on_notice(_save):
+        if plan.resume is not None:
+            check_unfinished(folder)  # it may have been another process's until now
         hosts = _job_hosts() if in_job else None
         print(f"run folder: {folder}", flush=True)
         if plan.fail_every is not None and plan.reference == "auto":
@@ -150,7 +152,7 @@ def check(plan: Plan) -> Any:
     model_config(plan.config.model)
     split_corpus(plan.config.data, plan.config.seq_len)
     if plan.resume is not None:
-        resumed_config(Path(plan.resume), plan.config.to_dict())
+        check_unfinished(Path(plan.resume))
     if plan.reference in ("auto", "none"):
         return None
     try:
@@ -218,7 +220,7 @@ def _train(plan: Plan, folder: Path, hosts: HostMesh | None, reference: Any) -> 
     before, saved = history(folder), find_saved(folder)
     if before:
         changes = check_changes(folder, before, config)
-        at = "from its beginning: no state was saved" if saved is None else f"from step {saved.step}"
+        at = "from its beginning: no state was saved" if saved is None else f"from sync {saved.step}"
         print(f"going on with run {folder.name} {at}", flush=True)
         for name, values in changes.items():
             print(f"from now on with {named_change(name, *values)}", flush=True)
@@ -236,7 +238,7 @@ def _train(plan: Plan, folder: Path, hosts: HostMesh | None, reference: Any) -> 
             _runs.remove(run)
     report = write(folder, run.events, reference)
     if isinstance(failed, SystemExit) and (saved := find_saved(folder)) is not None:
-        print(f"saved at step {saved.step}; the same command with --resume {folder} goes on", flush=True)
+        print(f"saved at sync {saved.step}; the same command with --resume {folder} goes on", flush=True)
     if failed is not None:
         raise failed
     return report

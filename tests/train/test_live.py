@@ -110,7 +110,7 @@ class TestLines:
             {"kind": "state_saved", "t": T0 + 1, "step": 4},
             {"kind": "saved", "t": T0 + 2, **of_rank, "step": 6, "error": "cannot save the state in /x: No space"},
         ]
-        said = ["saved at step 4", "replica 0 could not save: cannot save the state in /x: No space"]
+        said = ["saved at sync 4", "replica 0 could not save: cannot save the state in /x: No space"]
         assert [line for line in lines_of(events) if "save" in line] == said
 
     def test_other_ranks_of_a_dead_replica_are_not_told(self):

@@ -115,8 +115,12 @@ def test_a_run_that_goes_on_is_left_alone(
     assert f"going on already, in process {os.getpid()}" in said
     assert journal.read_bytes() == before
     assert not list(folder.glob("report.*"))
+    journal.unlink()  # as in the first second of a run
     with alone_in(folder):
-        pass
+        code, said = run_command(monkeypatch, capsys, "train", "--local", "--resume", str(folder))
+    assert (code, f"going on already, in process {os.getpid()}" in said) == (1, True), said
+    code, said = run_command(monkeypatch, capsys, "train", "--local", "--resume", str(folder))
+    assert "is not the folder of a run" in said
 
 
 def test_the_report_has_the_course_that_counts() -> None:

@@ -173,7 +173,7 @@ def test_a_run_whose_controller_is_killed_goes_on_from_its_newest_whole_state(tm
     process = start(tmp_path, "--resume", str(folder), "--tokens", tokens)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
-    assert f"going on with run {folder.name} from step {older}" in output
+    assert f"going on with run {folder.name} from sync {older}" in output
     report = report_in(tmp_path)
     assert (report["summary"]["ok"], report["summary"]["final_states_equal"]) == (True, True)
     assert [start["step"] for start in report["starts"]] == [0, older]
@@ -191,7 +191,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path: Path) -> None:
     assert process.returncode == 75, output
     (folder,) = tmp_path.iterdir()
     step = saved_steps(folder)[0]
-    assert f"saved at step {step}; the same command with --resume {folder} goes on" in output
+    assert f"saved at sync {step}; the same command with --resume {folder} goes on" in output
     assert report_in(tmp_path)["summary"]["ok"] is False
 
     tokens = "245760"
@@ -199,7 +199,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path: Path) -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
-    assert f"going on with run {folder.name} from step {step}" in output
+    assert f"going on with run {folder.name} from sync {step}" in output
     assert f"from now on with --tokens {tokens} (it was 204800)" in output
     report = report_in(tmp_path)
     summary = report["summary"]
