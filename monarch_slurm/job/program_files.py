@@ -30,7 +30,12 @@ def check_files(
         _check(venv, os.path.join(venv, "bin", "activate"), "virtual environment")
     script = _script(program) if container is None else None
     if script is not None:
-        _check(script, script, "program")
+        path = script
+        if os.path.isdir(script):
+            if script is program[0] and not script.endswith(".py"):
+                raise JobSpecError(f"program {script} is a folder; Python runs one: python {script}")
+            path = os.path.join(script, "__main__.py")
+        _check(script, path, "program")
 
 
 def _script(program: Sequence[str]) -> str | None:
@@ -41,12 +46,14 @@ def _script(program: Sequence[str]) -> str | None:
     if "/" in first and not first.startswith(("/", "~")):
         return first
     is_python = os.path.basename(first).startswith("python")
-    return program[1] if is_python and len(program) > 1 and program[1].endswith(".py") else None
+    if is_python and len(program) > 1 and (program[1].endswith(".py") or os.path.isdir(program[1])):
+        return program[1]
+    return None
 
 
 def _check(named: str, path: str, what: str) -> None:
     if Path(path).exists():
         return
     where = "" if os.path.isabs(named) else f" in {Path.cwd()}"
-    lacks = f"; it has no {os.path.relpath(path, named)}" if Path(named).is_dir() else ""
-    raise JobSpecError(f"{what} {named} is not there{where}{lacks}; all nodes must see it")
+    found = f"is a folder without {os.path.relpath(path, named)}" if Path(named).is_dir() else f"is not there{where}"
+    raise JobSpecError(f"{what} {named} {found}; all nodes must see it")

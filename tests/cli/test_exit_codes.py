@@ -85,7 +85,9 @@ FILES: list[tuple[list[str], str]] = [
     (["./no.sh", "-x"], "program ./no.sh is not there in "),
     (["/no/such/train.py"], "program /no/such/train.py is not there; all nodes must see it"),
     (["--venv", "no", "true"], "virtual environment no is not there in "),
-    (["--venv", "a_run", "true"], "virtual environment a_run is not there in "),
+    (["--venv", "a_run", "true"], "virtual environment a_run is a folder without bin/activate; all nodes must see it"),
+    (["python3", "a_run"], "program a_run is a folder without __main__.py; all nodes must see it"),
+    (["./a_run"], "program ./a_run is a folder; Python runs one: python ./a_run"),
     (["--container", "no.sif", "true"], "container image no.sif is not there in "),
     (["--container", "/no/such.sqsh", "true"], "container image /no/such.sqsh is not there; "),
 ]
