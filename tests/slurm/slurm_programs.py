@@ -8,6 +8,9 @@ from monarch_slurm.actor import Actor, endpoint
 from monarch_slurm.job import SlurmJob
 
 class Who(Actor):
+    def __init__(self):
+        print("an actor on", socket.gethostname(), flush=True)
+
     @endpoint
     def host(self):
         return socket.gethostname(), os.environ["SLURMD_NODENAME"], os.environ["SLURM_NODEID"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,7 +35,8 @@ def phase(job: str) -> str:
 @pytest.fixture
 def job(cluster: Cluster, program: Program) -> dict[str, Any]:
     """A job of four nodes whose program goes on until there is a file named ``stop``."""
-    told = json.loads(call("submit", "--nodes", "4", "--json", "-J", "night run", *program(SURVIVES)))
+    logs = f"MONARCH_SLURM_LOG_DIR={Path.cwd() / 'of procs'}"
+    told = json.loads(call("submit", "--nodes", "4", "--json", "-J", "night run", "--env", logs, *program(SURVIVES)))
     wait_until(lambda: "answering: n1 n2 n3 n4" in read(Path(told["folder"], "controller.log")), "the program")
     return {"id": str(told["job_id"]), "folder": Path(told["folder"])}
 
@@ -54,6 +56,7 @@ def test_a_job_is_seen_read_and_cancelled(cluster: Cluster, job: dict[str, Any])
 
     assert call("logs", job["id"]) == "ready\nanswering: n1 n2 n3 n4\n"
     assert call("logs", job["id"], "-n", "1") == "answering: n1 n2 n3 n4\n"
+    assert re.fullmatch(r"\[n3 \w+-\w+ 2\] an actor on n3\n", call("logs", job["id"], "--rank", "2"))
     assert "n7; there are: n1, n2, n3, n4" in call("logs", job["id"], "--host", "n7", code=2)
 
     assert call("cancel", job["id"]) == f"cancelled job {job['id']}\n"
