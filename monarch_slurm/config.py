@@ -55,7 +55,7 @@ class _Settings:
     mesh_orphan_timeout: Seconds | None = 60.0
     """Seconds that an agent keeps its procs when it hears nothing from the controller: the lease. None: for ever."""
     host_join_timeout: Seconds = 60.0
-    """Seconds that a new local host agent may take to report."""
+    """Seconds that host agents may take to join: the local one, those of a job, workers that have accepted."""
     proc_start_timeout: Seconds = 60.0
     """Seconds that a spawned proc may take to report; loading a zygote's preloaded modules does not count."""
     preload_timeout: Seconds = 300.0
