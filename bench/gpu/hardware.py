@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,10 @@ def c10d_ops(rank: int, size: int, _pipe: Pipe) -> str:
     handle = dist.all_reduce(mine, group=group, async_op=True)
     handle.wait()
     same([mine], [torch.full((3,), total)])
+    for factor in (0.5, torch.full((1,), 0.5, device="cuda")):  # FSDP2 scales gradients so
+        scaled = torch.full((3,), float(rank), device="cuda")
+        dist.all_reduce(scaled, op=dist._make_nccl_premul_sum(factor))
+        same([scaled], [torch.full((3,), total / 2)])
     on_cpu = torch.ones(2)
     dist.all_reduce(on_cpu)
     assert on_cpu.tolist() == [float(size)] * 2
@@ -277,6 +282,72 @@ def c10d_ops(rank: int, size: int, _pipe: Pipe) -> str:
     dist.destroy_process_group()
     store.unlink(missing_ok=True)
     return "lists, gather, scatter, all_to_all, batched sends, a new group, barrier; CPU tensors beside them"
+
+
+def _titan_files(folder: Path) -> None:
+    """Write what TorchTitan needs: a tokenizer, and text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    lines = [
+        line for path in sorted(Path(__file__).parents[2].glob("site/*.md")) for line in path.open() if line.strip()
+    ]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(lines, trainers.BpeTrainer(vocab_size=1000, special_tokens=["<s>", "</s>"]))
+    (folder / "tokenizer").mkdir()
+    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    (folder / "tokenizer" / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+    (folder / "text").mkdir()
+    (folder / "text" / "data.json").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+
+
+def _titan(rank: int, size: int, port: int, folder: str, name: str) -> list[torch.Tensor]:
+    """The parameters of TorchTitan's smallest Llama after a few steps."""
+    os.environ.update(HF_HUB_OFFLINE="1", HF_HOME=f"{folder}/datasets{rank}")
+    import torch.distributed as dist
+    from torchtitan.config import ConfigManager
+    from torchtitan.train import Trainer
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    options = {
+        "model.name": "llama3", "model.flavor": "debugmodel", "model.hf_assets_path": f"{folder}/tokenizer",
+        "training.dataset": "c4_test", "training.dataset_path": f"{folder}/text", "training.steps": "10",
+        "training.seq_len": "256", "training.local_batch_size": "8", "lr_scheduler.warmup_steps": "2",
+        "debug.seed": "1", "job.dump_folder": f"{folder}/{name}",
+    }  # fmt: skip
+    words = [word for key, value in options.items() for word in (f"--{key}", value)]
+    trainer = Trainer(ConfigManager().parse_args([*words, "--debug.deterministic"]))
+    trainer.train()
+    (model,) = trainer.model_parts
+    assert f"cuda:{name}" in dist.get_backend_config()
+    weights = [each.full_tensor().cpu() for each in model.parameters()]
+    trainer.close()
+    dist.destroy_process_group()
+    return weights
+
+
+def torchtitan(rank: int, size: int, pipe: Pipe) -> str:
+    """TorchTitan 0.2 with FSDP2, unchanged, on this backend and on torch's NCCL."""
+    import torch.distributed as dist
+
+    if find_spec("torchtitan") is None:
+        return "not done: torchtitan is not installed"
+    c10d = import_module("monarch_slurm.collectives.c10d")
+    if rank == 0:
+        folder = tempfile.mkdtemp()
+        _titan_files(Path(folder))
+        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+            pipe[0].send(("invitation", (folder, one.getsockname()[1], other.getsockname()[1])))
+    folder, *ports = pipe[0].recv()
+    usual = dist.Backend.default_device_backend_map["cuda"]
+    c10d.use_for_gpus()
+    ours = _titan(rank, size, ports[0], folder, "monarch")
+    dist.Backend.default_device_backend_map["cuda"] = usual
+    theirs = _titan(rank, size, ports[1], folder, usual)
+    assert all(torch.equal(mine, peer) for mine, peer in zip(ours, theirs, strict=True))
+    return f"TorchTitan's Llama: {len(ours)} parameters bit for bit those on {usual} after 10 steps of FSDP2"
 
 
 CHECKS: list[Callable[[int, int, Pipe], str]] = [
@@ -291,10 +362,11 @@ CHECKS: list[Callable[[int, int, Pipe], str]] = [
     fsdp2,
     dtensor,
     c10d_ops,
+    torchtitan,
 ]
 
 
-MESH_CHECKS = ["killed_rank", "replaced_rank", "killed_rank_distributed", "buffers"]
+MESH_CHECKS = ["killed_rank", "replaced_rank", "killed_rank_distributed", "torchft_replicas", "buffers"]
 
 
 def rank_main(check: Callable[[int, int, Pipe], str], rank: int, size: int, pipe: Any, fd: int) -> None:

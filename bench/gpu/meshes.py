@@ -1,13 +1,15 @@
-"""What `hardware.py` checks with actors: a killed rank, its replacement, and buffers of GPU memory."""
+"""What `hardware.py` checks with actors: a killed rank, its replacement, TorchFT's replicas, buffers of GPU memory."""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import signal
 import tempfile
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,104 @@ def killed_rank_distributed(size: int) -> str:
     told = max(told for _, told in answers) - killed
     procs.stop().get()
     return f"torch.distributed: the running all_reduce ended in {1e3 * told:.0f} ms, the next one names the rank"
+
+
+class Replica(Actor):
+    """One replica of a model, with one GPU, that TorchFT trains over `ProcessGroupMonarch`."""
+
+    @endpoint
+    def train(
+        self, rank: int, lighthouse: str, folder: str, dies_after: int
+    ) -> tuple[str, list[tuple[float, int]], float]:
+        """Train until the step that the file ``end`` in ``folder`` names.
+
+        Rank 1 is killed inside of a step after it has committed ``dies_after`` steps; if that is never (0), it writes
+        the file: 20 steps after its own first.
+
+        Returns:
+            A digest of the parameters; when each step was committed (seconds of the monotonic clock) by how many
+            replicas; and when the first one was given up.
+        """
+        import torchft
+        from torch.distributed import TCPStore
+
+        from monarch_slurm.collectives.torchft import ProcessGroupMonarch
+
+        end = Path(folder) / "end"
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256)).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+        def load(state: Any) -> None:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+
+        manager = torchft.Manager(
+            pg=ProcessGroupMonarch(timedelta(seconds=WAIT_S)), load_state_dict=load,
+            state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+            min_replica_size=1, use_async_quorum=False, init_sync=False, timeout=timedelta(seconds=WAIT_S),
+            rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port, hostname="127.0.0.1",
+            lighthouse_addr=lighthouse, replica_id=f"replica{rank}",
+        )  # fmt: skip
+        commits: list[tuple[float, int]] = []
+        given_up = 0.0
+        while not end.exists() or manager.current_step() < int(end.read_text()):
+            manager.start_quorum()
+            optimizer.zero_grad()
+            generator = torch.Generator("cuda").manual_seed(100 * manager.current_step() + rank)
+            model(torch.randn(32, 256, device="cuda", generator=generator)).square().mean().backward()
+            if rank == 1 and 0 < dies_after == len(commits):
+                (end.parent / "killed").write_text(str(time.monotonic()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            for parameter in model.parameters():
+                manager.allreduce(parameter.grad).wait()
+            if manager.should_commit():
+                optimizer.step()
+                commits.append((time.monotonic(), manager.num_participants()))
+            else:
+                given_up = given_up or time.monotonic()
+            if dies_after == 0 and len(commits) == 1 and not end.exists():
+                (end.parent / "new").write_text(str(manager.current_step() + 20))
+                (end.parent / "new").rename(end)
+        torch.cuda.synchronize()
+        manager.shutdown(wait=False)
+        bytes_of = b"".join(each.detach().cpu().numpy().tobytes() for each in model.parameters())
+        return hashlib.sha256(bytes_of).hexdigest(), commits, given_up
+
+
+def torchft_replicas(size: int) -> str:
+    """A replica is killed in a step: the other goes on alone, then with the replacement, which gets the state of it."""
+    os.environ.setdefault("RUST_LOG", "warn")
+    from torchft.coordination import LighthouseServer
+
+    _go_on()
+    lighthouse = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=1000, quorum_tick_ms=10, heartbeat_timeout_ms=1000
+    )
+    address = f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}"
+    folder = tempfile.mkdtemp()
+    procs = this_host().spawn_procs({"gpus": 2}, gpus_per_proc=1, restart=RestartPolicy(max_restarts=1))
+    replicas = procs.spawn("replicas", Replica)
+    survivor, victim = (replicas.slice(gpus=rank).train for rank in range(2))
+    lasting = survivor.call_one(0, address, folder, 5)
+    error = victim.call_one(1, address, folder, 5).exception(timeout=WAIT_S)
+    assert error is not None, "the replica was to be killed"
+    killed = float((Path(folder) / "killed").read_text())
+    state, later, _ = victim.call_one(1, address, folder, 0).get(timeout=WAIT_S)
+    same, commits, given_up = lasting.get(timeout=WAIT_S)
+    procs.stop().get()
+    lighthouse.shutdown()
+    assert state == same, "the states differ at the end"
+    after = [(at - killed, participants) for at, participants in commits if at > killed]
+    alone = sum(participants == 1 for _, participants in after)
+    assert [participants for _, participants in after] == [1] * alone + [2] * 21, after
+    assert [participants for _, participants in later] == [2] * 21, later
+    first = after[0][0]
+    return (
+        f"TorchFT: step given up {1e3 * (given_up - killed):.0f} ms after the kill, next one committed alone after "
+        f"{first:.2f} s, {alone} steps alone, then with the replacement; states equal"
+    )
 
 
 class Holder(Actor):

@@ -13,15 +13,17 @@ the rank and the reason. Elsewhere only what RCCL or NCCL find out themselves en
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from monarch_slurm.actor.context import current_context
+from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.collectives.ccl import CclTransport
-from monarch_slurm.collectives.errors import PeerLostError
+from monarch_slurm.collectives.errors import CollectiveError, PeerLostError
 from monarch_slurm.collectives.peers import Membership, enroll
 from monarch_slurm.collectives.rendezvous import invite
 from monarch_slurm.native_build import load_native
@@ -32,21 +34,98 @@ _streams: list[torch.cuda.Stream] = []  # as long-lived as the process: a group'
 _groups: list[tuple[CclTransport, Membership]] = []
 
 
-def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+class Group(NamedTuple):
+    """One rank's end of a process group."""
+
+    backend: Any
+    """A ``torch._C._distributed_c10d.Backend``."""
+    transport: CclTransport
+    stream: torch.cuda.Stream
+    """Where its operations run."""
+
+
+def join_group(store: Any, rank: int, size: int, timeout: timedelta, runtime: Runtime | None) -> Group:
+    """Meet the other ranks at ``store`` and make a group on the current GPU; blocks until all are there.
+
+    Args:
+        store: a torch ``Store`` that no other group uses.
+        rank: this process's place, from 0.
+        size: number of ranks.
+        timeout: how long to wait for the others.
+        runtime: the actor runtime of this process, which hears of deaths; None: nobody tells.
+
+    Raises:
+        PeerLostError: a rank's process ended meanwhile.
+        CollectiveError: a rank did not come.
+    """
     if rank == 0:
         store.set("unique_id", invite("ccl")[0].token)
     token = bytes(store.get("unique_id"))
-    here = current_context()
-    runtime = here.actor_instance.runtime if here is not None else None
     processes = _processes(store, rank, size, runtime)
     device = torch.device("cuda", torch.cuda.current_device())
-    transport = CclTransport.join(token, rank, size, device, timeout.total_seconds())
+    fate = _Fate()
+    membership = enroll(runtime, processes, fate.lost)
+    try:
+        transport = CclTransport.join(token, rank, size, device, timeout.total_seconds(), fate.news)
+        fate.decides_over(transport)
+    except CollectiveError:
+        membership.end()
+        if fate.error is not None:
+            raise fate.error from None
+        raise
     _tidy()
-    _groups.append((transport, enroll(runtime, processes, lambda why, lost: transport.abort(PeerLostError(why, lost)))))
+    _groups.append((transport, membership))
     stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     _streams.append(stream)
     comm = transport.comm.capsule()
-    return load_native("_c10d").create(rank, size, comm, stream.stream_id, device.index, stream.cuda_stream)
+    backend = load_native("_c10d").create(rank, size, comm, stream.stream_id, device.index, stream.cuda_stream)
+    return Group(backend, transport, stream)
+
+
+def register() -> None:
+    """Make torch.distributed know the backend; importing this module has done it. Again does nothing."""
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _create, devices=["cuda"])
+
+
+def use_for_gpus() -> None:
+    """Have torch take this backend for GPUs wherever a program names none, or asks torch which one to take.
+
+    ``init_process_group()``, ``init_device_mesh("cuda", ...)`` and programs like TorchTitan run on it then, unchanged.
+    """
+    dist.Backend.default_device_backend_map["cuda"] = BACKEND
+
+
+class _Fate:
+    """What becomes of a group: news of a lost rank ends the join, and later the group."""
+
+    def __init__(self) -> None:
+        self.news = threading.Event()
+        self.error: PeerLostError | None = None
+        self._lock = threading.Lock()
+        self._transport: CclTransport | None = None
+
+    def lost(self, reason: str, rank: int) -> None:
+        with self._lock:
+            if self.error is None:
+                self.error = PeerLostError(reason, rank)
+            self.news.set()
+            transport = self._transport
+        if transport is not None:
+            transport.abort(self.error)
+
+    def decides_over(self, transport: CclTransport) -> None:
+        with self._lock:
+            self._transport = transport
+            error = self.error
+        if error is not None:
+            transport.abort(error)
+            raise error
+
+
+def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    here = current_context()
+    return join_group(store, rank, size, timeout, here.actor_instance.runtime if here is not None else None).backend
 
 
 def _processes(store: Any, rank: int, size: int, runtime: Any) -> list[Address | None]:
@@ -61,12 +140,6 @@ def _tidy() -> None:
     for group in [group for group in _groups if group[0].comm.aborted]:
         group[1].end()
         _groups.remove(group)
-
-
-def register() -> None:
-    """Make torch.distributed know the backend; importing this module has done it. Again does nothing."""
-    if BACKEND.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(BACKEND, _create, devices=["cuda"])
 
 
 register()

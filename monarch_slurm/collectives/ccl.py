@@ -34,8 +34,19 @@ class CclTransport:
         background_errors.watch(self)
 
     @classmethod
-    def join(cls, token: bytes, rank: int, size: int, device: torch.device, timeout_s: float) -> CclTransport:
+    def join(
+        cls,
+        token: bytes,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
+        news: threading.Event | None = None,
+    ) -> CclTransport:
         """Join by an invitation's token; blocks until all ranks are there.
+
+        Args:
+            news: this function sets it; whoever else does makes it give up waiting.
 
         Raises:
             CollectiveError: they are not after ``timeout_s`` seconds. The library offers no safe way to take back a
@@ -49,6 +60,7 @@ class CclTransport:
         init = native().Comm.init
         outcome: list[Any] = []
         lock = threading.Lock()
+        ready = news or threading.Event()
         abandoned = False
 
         def run() -> None:
@@ -61,10 +73,10 @@ class CclTransport:
                 outcome.append(made)
                 if abandoned and not isinstance(made, BaseException):
                     made.abort("nobody waits for this communicator any more")
+            ready.set()
 
-        thread = threading.Thread(target=run, name=f"ccl-join-{rank}", daemon=True)
-        thread.start()
-        thread.join(timeout_s)
+        threading.Thread(target=run, name=f"ccl-join-{rank}", daemon=True).start()
+        ready.wait(timeout_s)
         with lock:
             if not outcome:
                 abandoned = True

@@ -273,7 +273,7 @@ class _Batch:
                 begun.finish()
             else:
                 self._begun.append(begun)
-                self._here.workers.run(begun.finish)
+                self._here.workers.run(begun.finish_for_nobody)
         if self._begun:
             self.future._help_with(self._finish_begun)
 

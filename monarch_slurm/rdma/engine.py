@@ -40,7 +40,7 @@ class Op(NamedTuple):
 
 
 class Begun:
-    """Transfers that are under way without a thread of their own. Whoever waits first sees them through.
+    """Transfers that are under way without a thread of their own: a thread that waits for them sees them through.
 
     Args:
         wait: returns when all are complete, on any number of threads; None if they are.
@@ -52,6 +52,7 @@ class Begun:
         self._end = end
         self._lock = threading.Lock()
         self._over = False
+        self._somebody_waits = False
         self._then: Callable[[RDMAError | None], None] = lambda failure: None
 
     @property
@@ -71,13 +72,26 @@ class Begun:
         return self
 
     def finish(self) -> None:
-        """Wait until all are complete; the first to come back ends them. For any thread."""
-        failure = None
-        if self._wait is not None:
-            try:
+        """Wait until all are complete, and end them; the first of several threads does. Not to be torn by a signal."""
+        self._somebody_waits = True
+        self._end_with(self._wait_for_all())
+
+    def finish_for_nobody(self) -> None:
+        """As `finish`, on a thread that does nothing else: it leaves them to a thread that waits already."""
+        if not self._somebody_waits:
+            failure = self._wait_for_all()
+            if not self._somebody_waits:
+                self._end_with(failure)
+
+    def _wait_for_all(self) -> RDMAError | None:
+        try:
+            if self._wait is not None:
                 self._wait()
-            except Exception as error:  # of the device; whoever waits must hear of it
-                failure = RDMAError(f"unexpected: {error!r}")
+        except Exception as error:  # of the device; whoever waits must hear of it
+            return RDMAError(f"unexpected: {error!r}")
+        return None
+
+    def _end_with(self, failure: RDMAError | None) -> None:
         with self._lock:
             if self._over:
                 return

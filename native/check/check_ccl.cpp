@@ -33,6 +33,8 @@ SAME(send, ncclSend);
 SAME(recv, ncclRecv);
 SAME(group_start, ncclGroupStart);
 SAME(group_end, ncclGroupEnd);
+SAME(pre_mul_sum, ncclRedOpCreatePreMulSum);
+SAME(drop_op, ncclRedOpDestroy);
 
 static_assert(sizeof(monarch::ccl::UniqueId) == sizeof(ncclUniqueId));
 static_assert(offsetof(Config, size) == offsetof(ncclConfig_t, size));
@@ -45,6 +47,7 @@ static_assert(offsetof(Config, max_ctas) == offsetof(ncclConfig_t, maxCTAs));
 static_assert(offsetof(Config, net_name) == offsetof(ncclConfig_t, netName));
 #ifndef MONARCH_NO_CONSTANTS
 static_assert(ncclSum == 0 && ncclProd == 1 && ncclMax == 2 && ncclMin == 3 && ncclAvg == 4);
+static_assert(ncclScalarDevice == 0 && ncclScalarHostImmediate == 1);
 static_assert(ncclInt8 == 0 && ncclUint8 == 1 && ncclInt32 == 2 && ncclUint32 == 3 && ncclInt64 == 4);
 static_assert(ncclUint64 == 5 && ncclFloat16 == 6 && ncclFloat32 == 7 && ncclFloat64 == 8 && ncclBfloat16 == 9);
 static_assert(ncclFloat8e4m3 == 10 && ncclFloat8e5m2 == 11);

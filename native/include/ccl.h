@@ -61,6 +61,8 @@ struct Table {
   int (*recv)(void* buffer, std::size_t count, int type, int peer, void* comm, void* stream);
   int (*group_start)();
   int (*group_end)();
+  int (*pre_mul_sum)(int* op, void* factor, int type, int residence, void* comm);  // may be null (before 2.11)
+  int (*drop_op)(int op, void* comm);                                              // likewise
 };
 
 class Ccl {
@@ -102,6 +104,11 @@ class Comm {
   void recv(void* buffer, std::size_t count, int type, int peer, void* stream);
   void group_start();
   void group_end();
+
+  // A reduction that multiplies this rank's elements by `factor`, of the same type, before it sums. The factor is read
+  // at once, or by each use if it is on the device.
+  int pre_mul_sum(void* factor, bool on_device, int type);
+  void drop_op(int op) noexcept;
 
   // Ranks with the same color make a new communicator, ordered by key; null for a negative color. Blocking.
   std::shared_ptr<Comm> split(int color, int key, int new_size, int new_rank);

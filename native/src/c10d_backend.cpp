@@ -40,7 +40,7 @@ int type_code(const at::Tensor& tensor) {
   }
 }
 
-int op_code(const c10d::ReduceOp& op, const at::Tensor& tensor) {
+int op_code(c10d::ReduceOp::RedOpType op, const at::Tensor& tensor) {
   const bool is_bool = tensor.scalar_type() == at::kBool;
   switch (op) {
     case c10d::ReduceOp::SUM:
@@ -54,9 +54,42 @@ int op_code(const c10d::ReduceOp& op, const at::Tensor& tensor) {
     case c10d::ReduceOp::AVG:
       return 4;
     default:
-      TORCH_CHECK_VALUE(false, "backend monarch reduces by SUM, PRODUCT, MAX, MIN and AVG only");
+      TORCH_CHECK_VALUE(false, "backend monarch reduces by SUM, PRODUCT, MAX, MIN, AVG and PREMUL_SUM only");
   }
 }
+
+// What the library calls a reduction, for one call.
+class Reduction {
+ public:
+  Reduction(ccl::Comm& comm, const c10d::ReduceOp& op, const at::Tensor& tensor) : comm_(comm) {
+    is_made_ = op == c10d::ReduceOp::PREMUL_SUM;
+    code_ = is_made_ ? pre_mul_sum(op, tensor) : op_code(op, tensor);
+  }
+  ~Reduction() {
+    if (is_made_) comm_.drop_op(code_);
+  }
+  Reduction(const Reduction&) = delete;
+  Reduction& operator=(const Reduction&) = delete;
+  int code() const noexcept { return code_; }
+
+ private:
+  int pre_mul_sum(const c10d::ReduceOp& op, const at::Tensor& tensor) {
+    const auto* given = static_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+    TORCH_CHECK_VALUE(tensor.is_floating_point(), "PREMUL_SUM of ", tensor.scalar_type(), ": a float dtype expected");
+    if (!given->tensor_factor.defined()) {
+      at::Tensor factor = at::full({1}, given->double_factor, at::TensorOptions().dtype(tensor.scalar_type()));
+      return comm_.pre_mul_sum(factor.data_ptr(), false, type_code(tensor));
+    }
+    const at::Tensor& factor = given->tensor_factor;
+    TORCH_CHECK_VALUE(factor.scalar_type() == tensor.scalar_type(), "the factor of PREMUL_SUM is ",
+                      factor.scalar_type(), ", the tensor ", tensor.scalar_type());
+    return comm_.pre_mul_sum(factor.data_ptr(), !factor.is_cpu(), type_code(tensor));
+  }
+
+  ccl::Comm& comm_;
+  bool is_made_ = false;
+  int code_ = 0;
+};
 
 std::size_t count(const at::Tensor& tensor) { return static_cast<std::size_t>(tensor.numel()); }
 
@@ -163,7 +196,7 @@ WorkPtr MonarchBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions
   const at::Tensor& tensor = only(tensors);
   return launch(c10d::OpType::ALLREDUCE, tensors, tensors, [&] {
     comm_->all_reduce(tensor.data_ptr(), tensor.data_ptr(), count(tensor), type_code(tensor),
-                      op_code(options.reduceOp, tensor), handle_);
+                      Reduction(*comm_, options.reduceOp, tensor).code(), handle_);
   });
 }
 
@@ -172,7 +205,7 @@ WorkPtr MonarchBackend::allreduce_coalesced(Tensors& tensors, const c10d::Allred
     group([&] {
       for (const at::Tensor& tensor : tensors) {
         comm_->all_reduce(tensor.data_ptr(), tensor.data_ptr(), count(tensor), type_code(tensor),
-                          op_code(options.reduceOp, tensor), handle_);
+                          Reduction(*comm_, options.reduceOp, tensor).code(), handle_);
       }
     });
   });
@@ -182,7 +215,7 @@ WorkPtr MonarchBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opti
   const at::Tensor& tensor = only(tensors);
   return launch(c10d::OpType::REDUCE, tensors, tensors, [&] {
     comm_->reduce(tensor.data_ptr(), tensor.data_ptr(), count(tensor), type_code(tensor),
-                  op_code(options.reduceOp, tensor), static_cast<int>(options.rootRank), handle_);
+                  Reduction(*comm_, options.reduceOp, tensor).code(), static_cast<int>(options.rootRank), handle_);
   });
 }
 
@@ -221,7 +254,7 @@ WorkPtr MonarchBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& inp
   TORCH_CHECK_VALUE(input.numel() == output.numel() * getSize(), "the input must hold ", getSize(), " outputs");
   return launch(c10d::OpType::_REDUCE_SCATTER_BASE, {output, input}, {output}, [&] {
     comm_->reduce_scatter(input.data_ptr(), output.data_ptr(), count(output), type_code(input),
-                          op_code(options.reduceOp, input), handle_);
+                          Reduction(*comm_, options.reduceOp, input).code(), handle_);
   });
 }
 
@@ -233,7 +266,7 @@ WorkPtr MonarchBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensor
     group([&] {
       for (std::size_t i = 0; i < inputs.size(); ++i) {
         comm_->reduce_scatter(inputs[i].data_ptr(), outputs[i].data_ptr(), count(outputs[i]), type_code(inputs[i]),
-                              op_code(options.reduceOp, inputs[i]), handle_);
+                              Reduction(*comm_, options.reduceOp, inputs[i]).code(), handle_);
       }
     });
   });
@@ -248,7 +281,7 @@ WorkPtr MonarchBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& i
     at::Tensor flat = at::empty({getSize(), output.numel()}, output.options());
     for (int peer = 0; peer < getSize(); ++peer) flat[peer].copy_(inputs[0][peer].view(-1), true);
     comm_->reduce_scatter(flat.data_ptr(), output.data_ptr(), count(output), type_code(output),
-                          op_code(options.reduceOp, output), handle_);
+                          Reduction(*comm_, options.reduceOp, output).code(), handle_);
   });
 }
 

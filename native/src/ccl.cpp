@@ -37,6 +37,8 @@ Ccl::Ccl(const std::vector<std::string>& candidates) : library_(kWhat, candidate
   library_.require(table_.recv, "ncclRecv");
   library_.require(table_.group_start, "ncclGroupStart");
   library_.require(table_.group_end, "ncclGroupEnd");
+  library_.find(table_.pre_mul_sum, "ncclRedOpCreatePreMulSum");
+  library_.find(table_.drop_op, "ncclRedOpDestroy");
 }
 
 int Ccl::version() const {
@@ -127,6 +129,21 @@ void Comm::group_end() {
   // Ended also after an abort: the library counts starts and ends per thread, whatever happened between.
   const int result = ccl_->table().group_end();
   ccl_->check(result, "GroupEnd", live());
+}
+
+int Comm::pre_mul_sum(void* factor, bool on_device, int type) {
+  if (ccl_->table().pre_mul_sum == nullptr || ccl_->table().drop_op == nullptr) {
+    throw LibraryMissing(std::string(kWhat) + " (" + ccl_->path() + ") cannot multiply before a sum: it is too old");
+  }
+  int op = 0;
+  const int residence = on_device ? 0 : 1;
+  MONARCH_CCL_CALL("RedOpCreatePreMulSum", ccl_->table().pre_mul_sum(&op, factor, type, residence, comm))
+  return op;
+}
+
+void Comm::drop_op(int op) noexcept {
+  void* comm = comm_.load(std::memory_order_acquire);
+  if (comm != nullptr) ccl_->table().drop_op(op, comm);  // it has gone with an aborted communicator
 }
 
 #undef MONARCH_CCL_CALL

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
 
 PROGRAM = """
 import sys, torch.distributed as dist
@@ -18,6 +18,18 @@ c10d.register()
 assert dist.Backend.MONARCH == "monarch"
 dist.init_process_group("cpu:gloo,cuda:monarch", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
 """
+
+
+def test_programs_that_name_no_backend_can_be_given_this_one() -> None:
+    from monarch_slurm.collectives import c10d
+
+    before = dict(dist.Backend.default_device_backend_map)
+    try:
+        c10d.use_for_gpus()
+        assert dist.Backend.default_device_backend_map["cuda"] == "monarch"
+        assert dist.Backend.default_device_backend_map["cpu"] == before["cpu"]
+    finally:
+        dist.Backend.default_device_backend_map.update(before)
 
 
 def test_without_the_library_the_error_says_what_to_install(tmp_path: Path) -> None:

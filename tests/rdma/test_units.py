@@ -170,6 +170,7 @@ def test_whoever_waits_first_ends_what_was_begun_and_hears_of_a_fault() -> None:
     for thread in threads:
         thread.join(30)
     assert (ended, [str(failure) for failure in told]) == ([1], ["unexpected: ValueError('the device is gone')"])
+    begun.finish_for_nobody()  # else it would wait for the barrier
 
 
 # ---- the registry

@@ -1,0 +1,82 @@
+"""TorchFT's process group between replicas, on this package's communicators.
+
+    from monarch_slurm.collectives.torchft import ProcessGroupMonarch
+    manager = torchft.Manager(pg=ProcessGroupMonarch(timeout=timedelta(seconds=30)), ...)
+
+It takes the place of ``torchft.ProcessGroupNCCL``. Made in an endpoint of an actor, it is told by the control plane
+when the process of a peer dies: within milliseconds the operations that wait for it end, and the step is not committed.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torchft.futures import stream_timeout
+from torchft.process_group import ProcessGroupWrapper
+
+from monarch_slurm.actor.context import current_context
+from monarch_slurm.actor.runtime import Runtime
+from monarch_slurm.collectives.c10d import BACKEND, Group, join_group
+from monarch_slurm.collectives.errors import CollectiveError
+
+logger = logging.getLogger(__name__)
+
+
+class ProcessGroupMonarch(ProcessGroupWrapper):  # type: ignore[misc]  # torchft has no types
+    """Collectives of GPU tensors among the replicas of a quorum; each quorum makes a new communicator.
+
+    Args:
+        timeout: how long a rank waits for the others when a quorum is made, and how long an operation may take; then
+            the group is aborted.
+    """
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
+        super().__init__(timeout)
+        here = current_context()
+        self._runtime: Runtime | None = here.actor_instance.runtime if here is not None else None
+        self._group: Group | None = None
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """Return the name that torch shows."""
+        return f"torchft-{BACKEND}"
+
+    def abort(self, errored: bool = True) -> None:
+        """End all operations, those that run included. The next quorum makes a new communicator."""
+        group = self._group
+        if group is not None:
+            group.transport.abort(CollectiveError("the process group was aborted"))
+        self._pg = None
+        if not errored:
+            self._group = None  # a new one is about to be made: what became of this one is of no interest
+
+    def errored(self) -> Exception | None:
+        """Return why the group has ended, once all that was enqueued is through; None while it lives."""
+        torch.cuda.synchronize()
+        failure = self._group.transport.failure() if self._group is not None else None
+        return failure if isinstance(failure, Exception) else None
+
+    def _create_pg(self, store: Any, rank: int, world_size: int) -> ProcessGroup:
+        group = self._group = join_group(store, rank, world_size, self._timeout, self._runtime)
+        made = ProcessGroup(store, rank, world_size)
+        made._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+        made._register_backend(torch.device("cuda"), ProcessGroup.BackendType.CUSTOM, group.backend)
+        return made
+
+    def _wrap_work(self, work: Any, opts: object) -> Any:
+        group = self._group
+        if group is not None:
+            given: timedelta = getattr(opts, "timeout", timedelta(0))
+            timeout = min(given, self._timeout) if given > timedelta(0) else self._timeout
+            with torch.cuda.stream(group.stream):
+                stream_timeout(lambda: _give_up(group, timeout), timeout)
+        return work
+
+
+def _give_up(group: Group, timeout: timedelta) -> None:
+    failure = CollectiveError(f"an operation was not complete after {timeout.total_seconds():g} s; a replica hangs")
+    logger.error("aborting the process group: %s", failure)
+    group.transport.abort(failure)
