@@ -14,7 +14,7 @@ from collections.abc import Callable
 from monarch_slurm.config import settings
 from monarch_slurm.host import HostInfo, Hub, start_local_agent
 from monarch_slurm.host.identity import new_host_id
-from monarch_slurm.wire import Loop, Timer
+from monarch_slurm.wire import Loop, Timer, sweep_runtime_dirs
 
 logger = logging.getLogger(__name__)
 
@@ -101,16 +101,25 @@ class LocalHost:
                     os.kill(self._agent_pid or self._process.pid, signal.SIGKILL)
 
     def close(self, timeout: float) -> None:
-        """Wait up to ``timeout`` seconds for the agent, which was told to end; then kill it."""
+        """Wait up to ``timeout`` seconds for the agent, which was told to end; then kill it.
+
+        One that still starts hears of its end only when it joins: it has nothing to lose, and a little longer to end.
+        """
         with self._lock:
             self._closed = True
-            running = self._process is not None
-        if running and not self._ended.wait(timeout):
-            # One that still starts has nothing that could be lost.
-            level = logging.WARNING if self._agent_pid else logging.INFO
-            logger.log(level, "the agent of this machine has not ended within %g s: killing it", timeout)
-            self._kill()
-            self._ended.wait(_KILL_SECONDS)
+            process, starts = self._process, not self._agent_pid
+        if process is None or self._ended.wait(timeout):
+            return
+        if starts:
+            process.send_signal(signal.SIGTERM)  # its guardian passes this on, and outlives it
+            if self._ended.wait(timeout + _KILL_SECONDS):
+                sweep_runtime_dirs()
+                return
+        level = logging.INFO if starts else logging.WARNING
+        logger.log(level, "the agent of this machine has not ended within %g s: killing it", timeout)
+        self._kill()
+        self._ended.wait(_KILL_SECONDS)
+        sweep_runtime_dirs()
 
 
 _KILL_SECONDS = 2.0

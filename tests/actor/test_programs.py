@@ -70,11 +70,15 @@ def test_a_program_that_ends_leaves_nothing(program: Callable[..., Program]) -> 
     assert running.errors() == ""
 
 
-def test_a_program_that_spawns_and_ends_at_once(program: Callable[..., Program]) -> None:
-    running = program("""
+@pytest.mark.parametrize("impatient", [False, True], ids=["patient", "impatient"])
+def test_a_program_that_spawns_and_ends_at_once(program: Callable[..., Program], impatient: bool) -> None:
+    running = program(f"""
+        import monarch_slurm.actor.client
         from monarch_slurm.actor import this_host
         if __name__ == "__main__":
-            this_host().spawn_procs({"n": 2})
+            if {impatient}:  # its agent still starts then, as on a machine with much else to do
+                monarch_slurm.actor.client._EXIT_SECONDS = monarch_slurm.actor.client._AGENT_SECONDS = 0.01
+            this_host().spawn_procs({{"n": 2}})
     """)
     assert running.wait() == 0
     assert running.errors() == ""
