@@ -55,12 +55,13 @@ def agents(tmp_path: Path, _hook_for_late_failures: None) -> Iterator[Callable[.
         return started[-1]
 
     yield start
-    for agent in started:
-        if agent.process.poll() is None:
-            family = agent.family()
-            agent.process.terminate()
-            agent.wait()
-            wait_gone(*family[1:])
+    living = [agent for agent in started if agent.process.poll() is None]
+    families = [agent.family() for agent in living]
+    for agent in living:
+        agent.process.terminate()
+    for agent, family in zip(living, families, strict=True):
+        agent.wait()
+        wait_gone(*family[1:])
 
 
 @pytest.fixture

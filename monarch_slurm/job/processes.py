@@ -16,6 +16,9 @@ from monarch_slurm.job.folder import FOLDER_VARIABLE
 
 _POLL_SECONDS = 0.02
 
+_EXEC_SECONDS = 1.0
+"""Time that is waited for a process in the middle of an execve(2)."""
+
 
 def find_processes(folder: Path, is_wanted: Callable[[set[bytes]], bool] = lambda env: True) -> set[int]:
     """Return the pids of this user's living processes on this machine that belong to the job in ``folder``.
@@ -63,10 +66,27 @@ def _signal(pid: int, number: int) -> None:
 
 def _environment(pid: int) -> set[bytes]:
     """Return the environment of a process of ours; empty for others, for zombies and for those that just ended."""
+    deadline = time.monotonic() + _EXEC_SECONDS
     try:
-        return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+        while True:
+            data = Path(f"/proc/{pid}/environ").read_bytes()
+            if data or not _has_none_yet(pid) or time.monotonic() > deadline:
+                return set(data.split(b"\0"))
     except OSError:
         return set()
+
+
+def _has_none_yet(pid: int) -> bool:
+    """Return whether a process without an environment is, or was until now, in an execve(2) that is about to give it
+    one.
+
+    Raises:
+        OSError: it is gone.
+    """
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    state, start, end = stat[0], stat[47], stat[48]  # env_start and env_end, fields 50 and 51 of proc(5)
+    has_memory = not Path(f"/proc/{pid}/statm").read_text().startswith("0 ")  # threads of the kernel have none
+    return state not in "ZX" and has_memory and (end == "0" or start != end)
 
 
 def _ancestors() -> set[int]:
