@@ -19,7 +19,7 @@ LAYERS = [
 ]  # fmt: skip
 """From the lowest. The modules of ``BASE`` lie below all of them."""
 
-BASE = {"errors", "_version", "durations", "interrupts", "monarch_keys", "rank_ranges", "transport"}
+BASE = {"errors", "_version", "durations", "interrupts", "monarch_keys", "rank_ranges", "tensor_memory", "transport"}
 PUBLIC = [
     "monarch_slurm",
     *(f"monarch_slurm.{name}" for name in ("wire", "host", "actor", "rdma", "collectives", "controller")),

@@ -12,6 +12,8 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, cast
 
+from monarch_slurm.tensor_memory import check_memory
+
 
 class Stager:
     """Memory of a device, which the CPU reaches by copies only; they return when they are complete.
@@ -107,13 +109,14 @@ def memory_of(data: Any) -> Memory:
     """Return where ``data`` lies.
 
     Raises:
-        ValueError: it is neither a contiguous tensor nor a C-contiguous memoryview.
+        ValueError: it is neither a contiguous tensor nor a C-contiguous memoryview, or a tensor without memory.
     """
     if isinstance(data, memoryview):
         if data.c_contiguous:
             export = _Export(data)
             return Memory(export.address, export.nbytes, export.readonly, export, _anchor(data.obj))
     elif _is_tensor(data) and _is_dense(data):
+        check_memory("the tensor", data)
         nbytes = data.numel() * data.element_size()
         if data.device.type == "cpu":
             return Memory(data.data_ptr(), nbytes, False, data, _anchor(data.untyped_storage()))
