@@ -1,14 +1,16 @@
 # make demo   train through failures on this machine, in .venv
 # make test   install what the tests need (apt, pip) and run them all
+# make test-torchtitan   TorchTitan as an engine, in an environment of its own
 # make lint   formatting, lint, types, import direction
 # make bench  recovery times
 
 PYTHON ?= python3
 VENV ?= .venv
+TITAN := $(VENV)-torchtitan
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-here test-slurm test-rdma test-quick lint format bench clean
+.PHONY: demo test test-here test-slurm test-rdma test-quick test-torchtitan lint format bench clean
 
 demo: $(VENV)/.train
 	$(BIN)/monarch-slurm train --local --replicas 4 --model tiny --tokens 900000 --fail-every 6 --step-deadline 3
@@ -33,6 +35,10 @@ test-slurm:
 test-rdma: $(VENV)/.dev
 	bash tests/rdma_vm.sh install
 	$(BIN)/python -m pytest -m rdma tests/rdma
+
+# TorchTitan as an engine, on CPUs, in an environment of its own (2 GB; Python >= 3.11).
+test-torchtitan: $(TITAN)/.ready
+	MONARCH_SLURM_TEST_TORCHTITAN=1 $(TITAN)/bin/python -m pytest tests/train/test_titan.py tests/train/test_titan_run.py
 
 test-quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow and not slurm and not train" tests
@@ -66,5 +72,10 @@ $(VENV)/.dev: setup.cfg constraints.txt | $(VENV)/bin/python
 	$(PIP_INSTALL) --editable ".[train,dev]"
 	@touch $@ $(VENV)/.train
 
+$(TITAN)/.ready: setup.cfg constraints.txt
+	$(PYTHON) -m venv $(TITAN)
+	$(TITAN)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[torchtitan]" pytest triton
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(TITAN) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

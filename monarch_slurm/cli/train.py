@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from monarch_slurm.errors import ConfigError
-from monarch_slurm.train.config import TrainConfig
+from monarch_slurm.train.config import ENGINES, TrainConfig
 
 _DEFAULTS = TrainConfig()
 
@@ -41,6 +42,13 @@ def _rate(context: click.Context, parameter: click.Parameter, value: float) -> f
 )
 @click.option(
     "--min-replicas", type=click.IntRange(2), default=2, show_default=True, help="Smallest quorum that may train."
+)
+@click.option(
+    "--engine",
+    type=click.Choice(ENGINES),
+    default=_DEFAULTS.engine,
+    show_default=True,
+    help="What trains: the built-in Llama, or TorchTitan, whose own options follow after --.",
 )
 @click.option("--model", default=_DEFAULTS.model, show_default=True, help="Name of a model configuration.")
 @click.option("--data", type=click.Path(), help="Text file or folder [default: the Python standard library's source].")
@@ -142,15 +150,20 @@ def _rate(context: click.Context, parameter: click.Parameter, value: float) -> f
     help="Whether nodes are examined before they are used [default: if there are spares].",
 )
 @click.option("--in-job", is_flag=True, hidden=True, help="Be the controller of the Slurm job around this process.")
+@click.argument("engine_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- ENGINE_OPTIONS]")
 @click.pass_context
 def train(context: click.Context, /, where: str | None, nodes: int | None, in_job: bool, **options: Any) -> None:
-    """Train a Llama on text over several replicas, and do not stop when parts of it fail.
+    """Train a Llama on text, or what TorchTitan is told to, over several replicas, and do not stop when parts fail.
 
     Writes a folder with journal.jsonl, report.json and report.html.
+
+    With --engine torchtitan, what follows after -- is for torchtitan, such as --module llama3 --config
+    llama3_debugmodel --training.steps 100: the steps that each replica does if nothing fails.
     """
     from monarch_slurm.train.injection import parse_kinds
     from monarch_slurm.train.resuming import resumed_config
     from monarch_slurm.train.session import Plan, train_here, train_on_slurm
+    from monarch_slurm.train.titan import described
 
     given = {name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     if options["data"] is not None:
@@ -160,6 +173,7 @@ def train(context: click.Context, /, where: str | None, nodes: int | None, in_jo
         config = TrainConfig(**fields)
     else:
         config = resumed_config(Path(options["resume"]), {name: fields[name] for name in given & fields.keys()})
+    _check_engine(config, given)
     if config.min_replicas > config.replicas:
         raise ConfigError(f"--min-replicas {config.min_replicas} is more than --replicas {config.replicas}")
     slurm = {name: options.pop(name) for name in _SLURM_OPTIONS}
@@ -181,13 +195,38 @@ def train(context: click.Context, /, where: str | None, nodes: int | None, in_jo
         raise click.UsageError(f"for Slurm only, not for --local: {names}")
     if "failures" in given and options["fail_every"] is None:
         raise click.UsageError("--failures needs --fail-every SECONDS")
+    if where is None and nodes is None and not in_job:
+        raise click.UsageError("say where to train: --local, or --nodes N for a Slurm job")
+    if config.engine == "torchtitan":
+        plan = replace(plan, config=described(config))
     if nodes is not None and not in_job:
         train_on_slurm(plan, nodes, slurm)
-    elif where == "local" or in_job:
-        train_here(plan, in_job=in_job)
     else:
-        raise click.UsageError("say where to train: --local, or --nodes N for a Slurm job")
+        train_here(plan, in_job=in_job)
 
+
+def _check_engine(config: TrainConfig, given: set[str]) -> None:
+    """Make sure that the options are for the engine that is to train."""
+    if config.engine == "llama":
+        if config.engine_options:
+            words = " ".join(config.engine_options)
+            raise click.UsageError(f"unexpected: {words}; options after -- are for --engine torchtitan")
+    elif given & _LLAMA_OPTIONS.keys():
+        names = [name for name in _LLAMA_OPTIONS if name in given]
+        ours = ", ".join("--" + name.replace("_", "-") for name in names)
+        theirs = ", ".join(_LLAMA_OPTIONS[name] for name in names)
+        raise click.UsageError(f"for the built-in engine only: {ours}; with torchtitan give, after --: {theirs}")
+
+
+_LLAMA_OPTIONS = {
+    "model": "--module and --config",
+    "data": "--dataloader.dataset_path",
+    "tokens": "--training.steps",
+    "seq_len": "--training.seq_len",
+    "batch_size": "--training.local_batch_size",
+    "lr": "the optimizer's own",
+}
+"""Options of the built-in engine, and what stands for them in torchtitan."""
 
 _CONFIG_OPTIONS = (
     "replicas",
@@ -205,6 +244,8 @@ _CONFIG_OPTIONS = (
     "sync_deadline",
     "save_every",
     "keep_saves",
+    "engine",
+    "engine_options",
 )
 
 _SLURM_OPTIONS = (

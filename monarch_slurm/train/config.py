@@ -8,6 +8,9 @@ from typing import Any
 
 from monarch_slurm.train.saved import SavedState
 
+ENGINES = ("llama", "torchtitan")
+"""The built-in engine, and those that are wrapped."""
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -45,6 +48,9 @@ class TrainConfig:
         save_every: committed syncs from one save of the state to the next; 0 saves only when the run is asked to end.
         keep_saves: how many saved states are kept.
         verify_state: hash the state on both sides of a transfer (sha256 over every tensor's bytes).
+        engine: what trains, one of `ENGINES`. For torchtitan ``model``, ``seq_len``, ``batch_size`` and ``tokens``
+            follow from its options, and what is said of data, learning rate, decay and gradients counts for nothing.
+        engine_options: torchtitan's command line.
     """
 
     model: str = "debug"
@@ -77,6 +83,11 @@ class TrainConfig:
     save_every: int = 0
     keep_saves: int = 2
     verify_state: bool = True
+    engine: str = "llama"
+    engine_options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "engine_options", tuple(self.engine_options))  # JSON has made it a list
 
     @property
     def tokens_per_sync(self) -> int:
@@ -85,7 +96,7 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, as ``report.json`` holds them."""
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "engine_options": list(self.engine_options)}
 
 
 @dataclass(frozen=True)

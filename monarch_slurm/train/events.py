@@ -7,7 +7,7 @@ From trainers (`TRAINER_KINDS`):
 
 - ``trainer_started``: ``pid``, ``host``
 - ``engine_ready``: ``parameters`` (count), ``seconds`` since ``trainer_started``
-- ``phase``: ``phase`` is ``"compute"``, ``"sync"``, ``"eval"`` or ``"save"``; sent on every change, so
+- ``phase``: ``phase`` is ``"warmup"``, ``"compute"``, ``"sync"``, ``"eval"`` or ``"save"``; sent on every change, so
   that a step deadline can be told from a wait for others
 - ``step``: ``step`` (inner steps done by this trainer's state), ``loss`` (training loss), ``tokens`` (committed tokens
   of the whole run so far), ``lr``, ``seconds``

@@ -119,6 +119,7 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         replica: the replica's store.
         emit: told of quorums and transfers.
         on_sync: called when a sync begins.
+        meshes: those that the replica's parameters are sharded over.
 
     Attributes:
         trained: how many replicas' work has been committed, summed over the syncs of the run. A replica that got the
@@ -127,7 +128,13 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
     """
 
     def __init__(
-        self, config: TrainConfig, place: Place, replica: Replica, emit: Emit, on_sync: Callable[[], None]
+        self,
+        config: TrainConfig,
+        place: Place,
+        replica: Replica,
+        emit: Emit,
+        on_sync: Callable[[], None],
+        meshes: state.Meshes,
     ) -> None:
         self.joined = False
         self.trained = 0
@@ -140,9 +147,7 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         self._healed = False
         self._last_sync: Sync | None = None
         self.group = ReplicaGroup(place.address, config.collective_timeout, config.connect_timeout)
-        self.transport = StateTransport(
-            place.address, config.collective_timeout, replica.mesh, verify=config.verify_state
-        )
+        self.transport = StateTransport(place.address, config.collective_timeout, meshes, verify=config.verify_state)
         os.environ.setdefault("TOKIO_WORKER_THREADS", "2")  # one thread per core otherwise, for a heartbeat
         try:
             with _manager_server_on(place.address):

@@ -45,11 +45,12 @@ class Replica:
             dist.destroy_process_group()
 
 
-def open_replica(place: Place, timeout: float) -> Replica:
+def open_replica(place: Place, timeout: float, *, always_group: bool = False) -> Replica:
     """Meet the other ranks of the replica.
 
-    With one rank this takes no time and starts no process group. With more, all of them have to come within ``timeout``
-    seconds, which also bounds the replica's own collectives: NCCL (RCCL on AMD) on GPUs, Gloo on the CPU.
+    With one rank this takes no time and starts no process group, unless ``always_group`` asks for one. With more, all
+    of them have to come within ``timeout`` seconds, which also bounds the replica's own collectives: NCCL (RCCL on AMD)
+    on GPUs, Gloo on the CPU.
 
     Raises:
         ConfigError: ``place`` names addresses that this host does not have, or the store's port is taken.
@@ -59,8 +60,9 @@ def open_replica(place: Place, timeout: float) -> Replica:
     wait = timedelta(seconds=timeout)
     if place.world_size == 1:
         store = _serve_store(place.address, 0, 1, wait)
-        return Replica(device, store, store.port, None)
-    if place.rank == 0:
+        if not always_group:
+            return Replica(device, store, store.port, None)
+    elif place.rank == 0:
         store = _serve_store(place.store_address, place.store_port, place.world_size, wait)
     else:
         store = TCPStore(place.store_address, place.store_port, timeout=wait, wait_for_workers=False)
@@ -69,7 +71,7 @@ def open_replica(place: Place, timeout: float) -> Replica:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" it is a prefix
     dist.init_process_group(
-        "cuda:nccl" if device.type == "cuda" else "gloo",
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
         rank=place.rank,
         world_size=place.world_size,

@@ -16,8 +16,10 @@ from monarch_slurm.train.manager import JOURNAL
 from monarch_slurm.train.report import REPORT, load_report
 from monarch_slurm.train.run_lock import LOCK, alone_in
 from monarch_slurm.train.saved import find_saved
+from monarch_slurm.train.titan import without_steps
 
-FIXED = ("model", "data", "seq_len", "batch_size", "replicas", "procs_per_replica", "sync_every", "seed")
+FIXED = ("model", "data", "seq_len", "batch_size", "replicas", "procs_per_replica", "sync_every", "seed", "engine",
+         "engine_options")  # fmt: skip
 """What cannot change when a run goes on, for the saved state and the count of its tokens depend on it."""
 
 Changes = dict[str, tuple[Any, Any]]
@@ -83,6 +85,9 @@ def check_changes(folder: Path, events: Sequence[Event], config: TrainConfig) ->
     if last is None:
         return {}
     changes = {name: (last[name], value) for name, value in wanted.items() if name in last and last[name] != value}
+    options = [without_steps(value) for value in changes.get("engine_options", ())]
+    if options and options[0] == options[1]:
+        del changes["engine_options"]  # how many steps there are is told as tokens
     fixed = [named_change(name, *changes[name]) for name in FIXED if name in changes]
     if fixed:
         raise ConfigError(
@@ -98,6 +103,8 @@ def check_changes(folder: Path, events: Sequence[Event], config: TrainConfig) ->
 
 def named_change(name: str, before: Any, now: Any) -> str:
     """Return a change in words: the option, its value now, and the one before."""
+    if name == "engine_options":
+        return f"other options after --: {' '.join(now)} (they were {' '.join(before)})"
     default = "its default"
     return (
         f"--{name.replace('_', '-')} {default if now is None else now} (it was {default if before is None else before})"

@@ -34,11 +34,8 @@ from monarch_slurm.train.resuming import (
 from monarch_slurm.train.run_lock import alone_in
 from monarch_slurm.train.saved import find_saved
 from monarch_slurm.train.supervisor import RestartPolicy
+from monarch_slurm.train.titan import described
 from monarch_slurm.wire.runtime_dir import check_runtime_dir
-
-PRELOAD = "monarch_slurm.train.engine:preload,monarch_slurm.train.trainer,monarch_slurm.train.supervisor"
-"""What a zygote imports for training. The engine comes first: it quiets TorchFT, which reads its log level when it is
-imported."""
 
 REFERENCE_FOLDER = "reference"
 
@@ -92,7 +89,7 @@ def train_here(plan: Plan, in_job: bool = False) -> Path:
     check_runtime_dir()  # the client does so too, but by then there is a run, which would end early
     folder = _run_folder(plan, in_job)
     if not settings().preload:
-        configure(preload=PRELOAD)
+        configure(preload=_preload(plan.config))
     if not settings().log_dir:
         configure(log_dir=str(folder / "logs"))
     with contextlib.nullcontext() if in_job else alone_in(folder), save_on_notice(_save):
@@ -149,8 +146,11 @@ def check(plan: Plan) -> Any:
             f'training needs {error.name}; install it with: pip install "monarch_slurm[train]"'
         ) from None
 
-    model_config(plan.config.model)
-    split_corpus(plan.config.data, plan.config.seq_len)
+    if plan.config.engine == "torchtitan":
+        described(plan.config)
+    else:
+        model_config(plan.config.model)
+        split_corpus(plan.config.data, plan.config.seq_len)
     if plan.resume is not None:
         check_unfinished(Path(plan.resume))
     if plan.reference in ("auto", "none"):
@@ -184,7 +184,7 @@ def train_on_slurm(plan: Plan, nodes: int, options: dict[str, Any]) -> NoReturn:
         MonarchSlurmError: the job could not be submitted, or ended by something else than its own program.
     """
     check(plan)
-    os.environ.setdefault("MONARCH_SLURM_PRELOAD", PRELOAD)
+    os.environ.setdefault("MONARCH_SLURM_PRELOAD", _preload(plan.config))
     job = SlurmJob({"hosts": nodes}, job_name="monarch-train", log_dir=plan.out, **options)
     job.apply(_inner_command(sys.argv[1:]))
     print(f"submitted job {job.job_id}; its folder: {job.folder}", flush=True)
@@ -199,7 +199,18 @@ def train_on_slurm(plan: Plan, nodes: int, options: dict[str, Any]) -> NoReturn:
 
 def _inner_command(arguments: list[str]) -> list[str]:
     """Return the command that the job's head node runs: the same, by the controller."""
-    return [sys.executable, "-m", "monarch_slurm", *arguments, "--in-job"]
+    command, *options = arguments  # options may end with an engine's own, after --
+    return [sys.executable, "-m", "monarch_slurm", command, "--in-job", *options]
+
+
+def _preload(config: TrainConfig) -> str:
+    """Return what a zygote imports for training.
+
+    The engine comes first: it quiets TorchFT, which reads its log level when it is imported.
+    """
+    engine = "titan_engine" if config.engine == "torchtitan" else "engine"
+    parts = (f"{engine}:preload", "trainer", "supervisor")
+    return ",".join(f"monarch_slurm.train.{part}" for part in parts)
 
 
 def _job_hosts() -> HostMesh:

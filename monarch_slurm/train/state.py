@@ -14,11 +14,11 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -27,6 +27,10 @@ from monarch_slurm.errors import MonarchSlurmError
 _SHARD = "__shard__"
 _LENGTH = struct.Struct(">Q")
 _MAX_HEADER = 1 << 28
+
+
+Meshes = Mapping[str, DeviceMesh]
+"""Device meshes by the names of their dimensions, with commas between; the name of a mesh without names is empty."""
 
 
 class StateError(MonarchSlurmError):
@@ -50,28 +54,44 @@ def snapshot(tree: Any) -> Any:
 
 def _own_part(tensor: DTensor) -> dict[str, Any]:
     """Return this rank's part of a sharded tensor, and what is needed to make it part of one again."""
+    for placement in tensor.placements:
+        if not isinstance(placement, (Shard, Replicate)):
+            raise StateError(f"a trainer's state holds a tensor that is placed as {placement}, which cannot be sent")
     dims = [placement.dim if isinstance(placement, Shard) else None for placement in tensor.placements]
-    shape, stride = list(tensor.shape), list(tensor.stride())
-    return {_SHARD: tensor.to_local(), "dims": dims, "shape": shape, "stride": stride}
+    shape, stride, mesh = list(tensor.shape), list(tensor.stride()), _name(tensor.device_mesh)
+    return {_SHARD: tensor.to_local(), "dims": dims, "shape": shape, "stride": stride, "mesh": mesh}
 
 
-def restore(tree: Any, mesh: DeviceMesh | None) -> Any:
-    """Undo `snapshot`'s change of DTensors: put each `_SHARD` dict on ``mesh`` as this rank's part.
+def meshes_of(module: nn.Module) -> dict[str, DeviceMesh]:
+    """Return the meshes that the parameters of ``module`` are on; none if they are not sharded."""
+    meshes = [p.device_mesh for p in module.parameters() if isinstance(p, DTensor)]
+    return {_name(mesh): mesh for mesh in meshes}
+
+
+def _name(mesh: DeviceMesh) -> str:
+    return ",".join(mesh.mesh_dim_names or ())
+
+
+def restore(tree: Any, meshes: Meshes) -> Any:
+    """Undo `snapshot`'s change of DTensors: put each `_SHARD` dict on its mesh as this rank's part.
 
     Raises:
-        StateError: the snapshot is of a sharded trainer, but there is no mesh.
+        StateError: the snapshot is of a sharded trainer, but there is no such mesh.
     """
     if isinstance(tree, dict):
         if _SHARD not in tree:
-            return {key: restore(value, mesh) for key, value in tree.items()}
-        if mesh is None:
-            raise StateError("the state comes from a sharded replica, but this one has a single rank")
+            return {key: restore(value, meshes) for key, value in tree.items()}
+        name = tree.get("mesh", "")
+        if name not in meshes:
+            have = "is sharded otherwise" if meshes else "has a single rank"
+            raise StateError(f"the state comes from a replica that is sharded over ({name}), but this one {have}")
+        mesh = meshes[name]
         placements: list[Placement] = [Replicate() if dim is None else Shard(dim) for dim in tree["dims"]]
         local = tree[_SHARD].to(mesh.device_type)
         shape, stride = torch.Size(tree["shape"]), tuple(tree["stride"])
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     if isinstance(tree, (list, tuple)):
-        return type(tree)(restore(value, mesh) for value in tree)
+        return type(tree)(restore(value, meshes) for value in tree)
     return tree
 
 

@@ -68,8 +68,6 @@ class TrainerActor(Actor):
     @endpoint
     def train(self, store_address: str, store_port: int) -> None:
         """Train until the run is done. What it raises ends this actor; its supervisor is told the traceback."""
-        from monarch_slurm.train.engine import LlamaEngine  # torch: only where training happens
-
         global _engine
 
         rank = current_rank().rank
@@ -87,8 +85,18 @@ class TrainerActor(Actor):
             self._saved,
             self._folder,
         )
-        _engine = LlamaEngine(self._config, place, self._events.send, check_injected)
+        _engine = _engine_class(self._config.engine)(self._config, place, self._events.send, check_injected)
         _engine.run()
+
+
+def _engine_class(name: str) -> type[Engine]:
+    if name == "torchtitan":
+        from monarch_slurm.train.titan_engine import TitanEngine  # torch: only where training happens
+
+        return TitanEngine
+    from monarch_slurm.train.engine import LlamaEngine
+
+    return LlamaEngine
 
 
 class PulseActor(Actor):
@@ -145,4 +153,6 @@ class LighthouseActor(Actor):
         hip, cuda = getattr(torch.version, "hip", None), torch.version.cuda
         if hip or cuda:
             found["rocm" if hip else "cuda"] = str(hip or cuda)
+        if self._config.engine != "llama":
+            found[self._config.engine] = version(self._config.engine)
         return found

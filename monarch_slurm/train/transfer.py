@@ -25,7 +25,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 # The library reads this once, when it is loaded; its default is ten lines of log for every sync.
 os.environ.setdefault("RUST_LOG", "warn")
@@ -67,7 +66,7 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
     Args:
         address: IP address to bind and to advertise.
         timeout: seconds that a peer may be silent before its connection is given up.
-        mesh: the replica's mesh, if its parameters are sharded.
+        meshes: those of the replica, if its parameters are sharded.
         verify: hash every snapshot that is sent, on a thread of its own so that nobody waits for it.
 
     Attributes:
@@ -76,8 +75,8 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
         received: states fetched, likewise.
     """
 
-    def __init__(self, address: str, timeout: float, mesh: DeviceMesh | None, *, verify: bool) -> None:
-        self._timeout, self._mesh, self._verify = timeout, mesh, verify
+    def __init__(self, address: str, timeout: float, meshes: state.Meshes, *, verify: bool) -> None:
+        self._timeout, self._meshes, self._verify = timeout, meshes, verify
         self._secret = secrets.token_bytes(16)
         self._address = address
         self._staged: tuple[int, Any] | None = None
@@ -131,7 +130,7 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
             copy = state.read_snapshot(lambda buffer: _fill(connection, buffer))
         seconds = time.monotonic() - start
         self.received.append(Transfer(step, state.size(copy), time.time(), seconds, 0, None))
-        restored = state.restore(copy, self._mesh)
+        restored = state.restore(copy, self._meshes)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the state is loaded on another stream than this one
         return restored

@@ -18,6 +18,9 @@ START_DEADLINE = 180.0
 EVAL_DEADLINE = 600.0
 """Seconds of an evaluation."""
 
+WARMUP_DEADLINE = 3600.0
+"""Seconds of building and compiling a model before the first step."""
+
 SAVE_DEADLINE = 1800.0
 """Seconds of writing the state to disk."""
 
@@ -41,6 +44,7 @@ class Watchdog:
     def __init__(self, ranks: int, step_deadline: float, sync_deadline: float, now: float) -> None:
         self._deadlines = {
             "start": START_DEADLINE,
+            "warmup": WARMUP_DEADLINE,
             "compute": step_deadline,
             "sync": sync_deadline,
             "eval": EVAL_DEADLINE,

@@ -27,6 +27,10 @@ from monarch_slurm import config
         (["train", "--local", "--out", "/proc/runs"], 1, "/proc/runs"),
         (["train", "--local", "--tokens", "many"], 2, "many"),
         (["train", "--locale"], 2, "--local"),
+        (["train", "--local", "fast"], 2, "unexpected: fast; options after -- are for --engine torchtitan"),
+        (["train", "--local", "--", "--training.steps", "3"], 2, "options after -- are for --engine torchtitan"),
+        (["train", "--local", "--engine", "torchtitan", "--lr", "1"], 2, "for the built-in engine only: --lr"),
+        (["train", "--engine", "torchtitan", "--", "--module", "llama3"], 2, "--local"),
         (["tarin"], 2, "tarin"),
     ],
 )

@@ -40,7 +40,7 @@ def test_a_manager_leaves_torchft_as_it_was() -> None:
     server, url = start_lighthouse("127.0.0.1", CONFIG)
     original = torchft_manager.ManagerServer
     place = Place(0, 0, 1, 0, url)
-    manager = ReplicaManager(CONFIG, place, open_replica(place, 5.0), lambda *_, **__: None, lambda: None)
+    manager = ReplicaManager(CONFIG, place, open_replica(place, 5.0), lambda *_, **__: None, lambda: None, {})
     assert torchft_manager.ManagerServer is original
     manager.close()
     server.shutdown()
@@ -51,14 +51,14 @@ def test_a_lighthouse_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None
     original = torchft_manager.ManagerServer
     place = Place(0, 0, 1, 0, "http://127.0.0.1:1")
     with pytest.raises(QuorumError, match=r"cannot reach the Lighthouse.*127\.0\.0\.1:1"):
-        ReplicaManager(CONFIG, place, open_replica(place, 5.0), lambda *_, **__: None, lambda: None)
+        ReplicaManager(CONFIG, place, open_replica(place, 5.0), lambda *_, **__: None, lambda: None, {})
     assert torchft_manager.ManagerServer is original
 
 
 def test_one_line_per_failed_sync(caplog: pytest.LogCaptureFixture) -> None:
     server, url = start_lighthouse("127.0.0.1", CONFIG)
     place = Place(0, 0, 1, 0, url)
-    manager = ReplicaManager(CONFIG, place, open_replica(place, 5.0), lambda *_, **__: None, lambda: None)
+    manager = ReplicaManager(CONFIG, place, open_replica(place, 5.0), lambda *_, **__: None, lambda: None, {})
     logger = logging.getLogger("torchft.manager")
     with caplog.at_level(logging.WARNING, logger="torchft.manager"):
         for _ in range(10):

@@ -44,10 +44,10 @@ def test_what_is_not_given_is_as_before(folder: Path) -> None:
 
 
 OTHER = {"model": "debug", "data": None, "seq_len": 64, "batch_size": 8, "replicas": 4, "procs_per_replica": 2}
-OTHER |= {"sync_every": 10, "seed": 0}
+OTHER |= {"sync_every": 10, "seed": 0, "engine": "torchtitan"}
 
 
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("name", sorted({*FIXED} - {"engine_options"}))
 def test_what_the_saved_state_depends_on_is_refused_with_both_values(folder: Path, name: str) -> None:
     option = f"--{name.replace('_', '-')}"
     now, before = OTHER[name], getattr(BEFORE, name)
@@ -55,6 +55,19 @@ def test_what_the_saved_state_depends_on_is_refused_with_both_values(folder: Pat
     with pytest.raises(ConfigError) as raised:
         resumed_config(folder, {name: now})
     assert said in str(raised.value)
+
+
+def test_of_an_engines_own_options_only_the_number_of_steps_may_change(folder: Path) -> None:
+    before = ["--module", "llama3", "--training.steps", "10", "--training.seq_len=8"]
+    told = {"kind": "run_started", "t": 2.0, "config": {**BEFORE.to_dict(), "engine_options": before}}
+    with (folder / "journal.jsonl").open("w") as file:
+        file.write(json.dumps(told) + "\n")
+    longer = ("--module", "llama3", "--training.seq_len=8", "--training.steps=20")
+    config = resumed_config(folder, {"engine_options": longer})
+    assert config.engine_options == longer
+    assert check_changes(folder, history(folder), config) == {}
+    with pytest.raises(ConfigError, match=r"cannot go on with other options after --: --module qwen3 \(they were --m"):
+        resumed_config(folder, {"engine_options": ("--module", "qwen3")})
 
 
 @pytest.mark.parametrize(

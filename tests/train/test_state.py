@@ -100,7 +100,7 @@ def test_what_cannot_be_sent_is_named() -> None:
 def test_a_shard_needs_a_mesh() -> None:
     shard = {"__shard__": torch.ones(2), "dims": [0], "shape": [4], "stride": [1]}
     with pytest.raises(state.StateError, match="single rank"):
-        state.restore({"w": shard}, None)
+        state.restore({"w": shard}, {})
 
 
 @pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\n", (5).to_bytes(8, "big") + b"\xff\xfe\xfd{}"])

@@ -20,14 +20,14 @@ SECOND = timedelta(seconds=1)
 
 @pytest.fixture
 def donor() -> Iterator[StateTransport]:
-    transport = StateTransport("127.0.0.2", 5.0, None, verify=True)
+    transport = StateTransport("127.0.0.2", 5.0, {}, verify=True)
     yield transport
     transport.shutdown()
 
 
 @pytest.fixture
 def joiner() -> Iterator[StateTransport]:
-    transport = StateTransport("127.0.0.3", 5.0, None, verify=True)
+    transport = StateTransport("127.0.0.3", 5.0, {}, verify=True)
     yield transport
     transport.shutdown()
 
@@ -50,7 +50,7 @@ def test_a_state_is_sent_and_hashed(donor: StateTransport, joiner: StateTranspor
 
 
 def test_nothing_is_hashed_unless_asked_for() -> None:
-    transport = StateTransport("127.0.0.1", 1.0, None, verify=False)
+    transport = StateTransport("127.0.0.1", 1.0, {}, verify=False)
     transport.send_checkpoint([1], 0, tree(), SECOND)
     assert transport.sent[0].sha256 is None
     transport.shutdown()
@@ -80,10 +80,10 @@ def test_another_step_is_refused(donor: StateTransport, joiner: StateTransport) 
 
 
 def test_nothing_is_served_after_the_sync() -> None:
-    donor = StateTransport("127.0.0.1", 0.2, None, verify=False)
+    donor = StateTransport("127.0.0.1", 0.2, {}, verify=False)
     donor.send_checkpoint([1], 4, tree(), SECOND)
     donor.disallow_checkpoint()
-    joiner = StateTransport("127.0.0.1", 5.0, None, verify=False)
+    joiner = StateTransport("127.0.0.1", 5.0, {}, verify=False)
     with pytest.raises(ConnectionError):
         joiner.recv_checkpoint(0, donor.metadata(), 4, SECOND)
     donor.shutdown()
@@ -103,7 +103,7 @@ def test_a_stranger_gets_nothing(donor: StateTransport, joiner: StateTransport) 
 
 
 def test_a_donor_that_is_gone_is_told(joiner: StateTransport) -> None:
-    donor = StateTransport("127.0.0.1", 1.0, None, verify=False)
+    donor = StateTransport("127.0.0.1", 1.0, {}, verify=False)
     metadata = donor.metadata()
     donor.shutdown()
     with pytest.raises(OSError, match="refused"):
