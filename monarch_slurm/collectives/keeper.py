@@ -48,7 +48,7 @@ class Keeper(Actor):
     async def join(
         self, name: str, invitation: Invitation, rank: int, processes: list[Address], timeout_s: float
     ) -> None:
-        """Join, in a thread of its own; ``processes`` has the process of each rank.
+        """Join, in a thread of its own; ``processes`` has the process of each rank. What had that name is aborted.
 
         Raises:
             PeerLostError: one of them ended meanwhile.
@@ -59,6 +59,8 @@ class Keeper(Actor):
             with contextlib.suppress(InvalidStateError):  # the first news counts
                 lost.set_exception(PeerLostError(reason, lost_rank))
 
+        if name in self._communicators:
+            self._communicators.pop(name).abort("it is made anew")
         if name in self._members:
             self._members.pop(name).end()
         self._members[name] = enroll(context().actor_instance.runtime, processes, abort)
@@ -76,8 +78,9 @@ class Keeper(Actor):
     @concurrent_endpoint
     async def abort(self, name: str, reason: str, rank: int | None) -> None:
         """Abort the communicator of that name, if there is one, and all that have the lost process as a peer."""
+        # Nothing is awaited: a join that was asked for later must not have made new ones meanwhile.
         if name in self._communicators:
-            await asyncio.to_thread(self._communicators[name].abort, reason, rank)
+            self._communicators[name].abort(reason, rank)
         if name in self._members and rank is not None:
             lose(self._members[name].processes[rank], reason)
 
