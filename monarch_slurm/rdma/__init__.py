@@ -5,7 +5,7 @@ Source-compatible with Monarch's ``monarch.rdma``. The map of this folder:
 - `buffer`: `RDMABuffer` and `RDMAAction`, what users hold
 - `manager`: one per process: what peers may reach here, the best engine to each peer; `control`: its questions to
 others
-- `registry`, `memory`: what can be reached, and where it lies
+- `registry`, `memory`: what can be reached, and where it lies; `slot_locks`: what drops wait for
 - `local`, `samehost`, `verbs`, `tcp_client`, `tcp_server`: the engines, best first
 - `choice`, `options`: which may be used; `records`: which were used
 

@@ -10,24 +10,19 @@ are counted instead.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import secrets
-import struct
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from monarch_slurm.rdma.errors import BufferGoneError, RDMAError, RDMATimeoutError
+from monarch_slurm.rdma.errors import BufferGoneError, RDMATimeoutError
 from monarch_slurm.rdma.memory import Memory
+from monarch_slurm.rdma.slot_locks import wait_for_others
 
 BLOCK = 4096
 NONCE_BYTES = 16
-
-_FLOCK = struct.Struct("hhqqi4x")
-_F_OFD_SETLK = 37
-"""From Linux's fcntl.h: locks of an open file, not of a process; Python 3.10 does not name it."""
 
 
 class Entry:
@@ -39,6 +34,7 @@ class Entry:
         self.key = key
         self.memory = memory
         self.dropped = False
+        self.dropping = False
         self.users = 0
 
 
@@ -101,21 +97,30 @@ class Registry:
         """Take a buffer back; when this returns, no peer on this host touches its memory any more.
 
         Raises:
-            BufferGoneError: it is gone already.
-            RDMATimeoutError: a peer still copies; the buffer takes no new transfers, and its memory is kept for ever.
+            BufferGoneError: it is gone already, or another thread is about to drop it.
+            RDMATimeoutError: somebody still copies; the buffer takes no new transfers, and may be dropped once more.
         """
         with self._changed:
-            entry = self.find(slot, key)
-            entry.dropped = True
+            entry = self._entries.get(slot)
+            if entry is None or entry.key != key or entry.dropping:
+                raise BufferGoneError(gone_text(slot))
+            entry.dropped = entry.dropping = True
             self._blocks[slot // BLOCK][slot % BLOCK] = 0
-            if not self._changed.wait_for(lambda: entry.users == 0, deadline - time.monotonic()):
-                raise RDMATimeoutError(f"buffer {slot} is still being copied; it takes no new transfers")
-        with lock_slots(self.lock_fd, slot, slot + 1, True, deadline):
-            pass
+        try:
+            self._wait_until_unused(entry, deadline)
+        except BaseException:
+            entry.dropping = False
+            raise
         with self._changed:
             del self._entries[slot]
             self._free.append(slot)
         return entry
+
+    def _wait_until_unused(self, entry: Entry, deadline: float) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: entry.users == 0, deadline - time.monotonic()):
+                raise RDMATimeoutError(f"buffer {entry.slot} is still being copied; it takes no new transfers")
+        wait_for_others(self.lock_fd, entry.slot, deadline)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -124,29 +129,3 @@ class Registry:
 def gone_text(slot: int) -> str:
     """Return what to say of a buffer that is not there."""
     return f"buffer {slot} not found: it was dropped by its owner, or the reference is none of this owner's"
-
-
-@contextmanager
-def lock_slots(fd: int, first: int, end: int, exclusive: bool, deadline: float) -> Iterator[None]:
-    """Lock the bytes ``first`` to ``end`` of a lock file while the block runs.
-
-    Raises:
-        RDMATimeoutError: another process holds them until ``deadline`` (on the monotonic clock).
-    """
-    kind = fcntl.F_WRLCK if exclusive else fcntl.F_RDLCK
-    wait = 0.0005
-    while True:
-        try:
-            fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, first, end - first, 0))
-            break
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise RDMATimeoutError(f"buffers {first} to {end - 1} are still in use by another process") from None
-            time.sleep(wait)
-            wait = min(0.02, wait * 2)
-        except OSError as error:
-            raise RDMAError(f"cannot lock the table of buffers: {error.strerror}") from None
-    try:
-        yield
-    finally:
-        fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, first, end - first, 0))

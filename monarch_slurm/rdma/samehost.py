@@ -19,7 +19,8 @@ from pathlib import Path
 
 from monarch_slurm.rdma.engine import Begun, Op, remaining
 from monarch_slurm.rdma.errors import BufferGoneError, PeerLostError, RDMAError, RDMATimeoutError
-from monarch_slurm.rdma.registry import NONCE_BYTES, gone_text, lock_slots
+from monarch_slurm.rdma.registry import NONCE_BYTES, gone_text
+from monarch_slurm.rdma.slot_locks import SlotLocks
 
 _PIECE = 16 * 2**20
 """Bytes between two looks at the clock, and of one thread's share."""
@@ -65,13 +66,14 @@ def network_id() -> str:
 class SharedMemory:
     """Memory with a file behind it, which a peer on this host can map. See `shared_memory`."""
 
-    live: dict[int, tuple[int, int]] = {}  # noqa: RUF012 - one table for the process
-    """Address: length and descriptor."""
+    live: dict[int, tuple[mmap.mmap, int]] = {}  # noqa: RUF012 - one table for the process
+    """Address: mapping and descriptor. Kept: other memory must never come to lie at an address that is listed."""
 
     @classmethod
     def find(cls, address: int, nbytes: int) -> tuple[int, int, int] | None:
         """Return descriptor, offset and size of the mapping that holds the bytes, or None."""
-        for base, (size, fd) in list(cls.live.items()):
+        for base, (mapping, fd) in list(cls.live.items()):
+            size = len(mapping)
             if base <= address and address + nbytes <= base + size:
                 return fd, address - base, size
         return None
@@ -80,7 +82,8 @@ class SharedMemory:
 def shared_memory(nbytes: int) -> memoryview:
     """Return zeroed memory that processes of this host copy from and to at full speed, as bytes.
 
-    ``torch.frombuffer(shared_memory(n), dtype=...)`` makes a tensor of it. It stays until the process ends.
+    ``torch.frombuffer(shared_memory(n), dtype=...)`` makes a tensor of it. It stays until the process ends,
+    used or not: make it once, and use it again.
 
     Args:
         nbytes: length in bytes, at least 1.
@@ -99,7 +102,7 @@ def shared_memory(nbytes: int) -> memoryview:
         os.close(fd)
         raise MemoryError(f"cannot make {nbytes} bytes of shared memory: {error.strerror}") from None
     view = memoryview(mapping)
-    SharedMemory.live[ctypes.addressof(ctypes.c_char.from_buffer(mapping))] = nbytes, fd
+    SharedMemory.live[ctypes.addressof(ctypes.c_char.from_buffer(mapping))] = mapping, fd
     return view
 
 
@@ -159,7 +162,7 @@ class SameHost:
         self._mapped: dict[int, mmap.mmap] = {}
         self._lock = threading.Lock()
         self._check([])
-        self._lock_file = os.open(f"/proc/{pid}/fd/{lock_fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._slots = SlotLocks(os.open(f"/proc/{pid}/fd/{lock_fd}", os.O_RDWR | os.O_CLOEXEC))
 
     def transfer(self, ops: Sequence[Op], deadline: float) -> None:
         """See `Engine.transfer`."""
@@ -195,9 +198,9 @@ class SameHost:
 
     def close(self) -> None:
         """See `Engine.close`."""
-        if self._lock_file >= 0:
-            os.close(self._lock_file)
-            self._lock_file = -1
+        self._slots.close()
+        with self._lock:
+            self._mapped.clear()
 
     @contextlib.contextmanager
     def holding(self, ops: Sequence[Op], deadline: float) -> Iterator[None]:
@@ -207,16 +210,9 @@ class SameHost:
             BufferGoneError: one is dropped.
             PeerLostError: the process has ended.
         """
-        slots = [op.target.slot for op in ops]
-        # Locks of one open file do not exclude each other, but unlocking would unlock for all: one batch at a time.
-        if not self._lock.acquire(blocking=False) and not self._lock.acquire(timeout=remaining(deadline)):
-            remaining(deadline)
-        try:
-            with lock_slots(self._lock_file, min(slots), max(slots) + 1, False, deadline):
-                self._check(ops)
-                yield
-        finally:
-            self._lock.release()
+        with self._slots.holding((op.target.slot for op in ops), deadline):
+            self._check(ops)
+            yield
 
     def _check(self, ops: Sequence[Op]) -> None:
         """Make sure that the process is the same, and that the buffers are there."""
@@ -254,16 +250,17 @@ class SameHost:
         raise RDMAError(f"copying from or to process {self._pid} failed: {os.strerror(code)}")
 
     def _base(self, fd: int, size: int) -> int:
-        if fd not in self._mapped:
-            try:
-                ours = os.open(f"/proc/{self._pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-            except OSError:
-                raise self._dead() from None
-            try:
-                self._mapped[fd] = mmap.mmap(ours, size)
-            finally:
-                os.close(ours)
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._mapped[fd]))
+        with self._lock:
+            if fd not in self._mapped:
+                try:
+                    ours = os.open(f"/proc/{self._pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+                except OSError:
+                    raise self._dead() from None
+                try:
+                    self._mapped[fd] = mmap.mmap(ours, size)
+                finally:
+                    os.close(ours)
+            return ctypes.addressof(ctypes.c_char.from_buffer(self._mapped[fd]))
 
     def _dead(self) -> PeerLostError:
         return PeerLostError(f"the owner of the buffer, process {self._pid} of this host, has ended")

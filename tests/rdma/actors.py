@@ -85,6 +85,13 @@ class Holder(Actor):
         return RDMABuffer(view)
 
     @endpoint
+    def make_after_one_is_forgotten(self, nbytes: int, seed: int) -> RDMABuffer:
+        shared_memory(nbytes)[:3] = b"old"
+        view = memoryview(pattern(nbytes, seed))
+        self.memory.append(view)
+        return RDMABuffer(view)
+
+    @endpoint
     def make_device(self, nbytes: int, seed: int) -> RDMABuffer:
         view = memoryview(pattern(nbytes, seed))
         self.memory.append(view)
