@@ -3,13 +3,13 @@
 Source-compatible with Monarch's ``monarch.rdma``. The map of this folder:
 
 - `buffer`: `RDMABuffer` and `RDMAAction`, what users hold
-- `manager`: one per process: what peers may reach here, the best engine to each peer; `control`: its questions to
+- `manager`: one per process: what peers may reach here; `peer`: the best engine to each peer; `control`: questions to
 others
 - `registry`, `memory`: what can be reached, and where it lies; `slot_locks`: what drops wait for
 - `local`, `samehost`, `verbs`, `tcp_client`, `tcp_server`: the engines, best first
 - `choice`, `options`: which may be used; `records`: which were used
 
-The engines know nothing of actors; only `buffer`, `manager` and `control` do.
+The engines know nothing of actors; only `buffer`, `manager`, `peer` and `control` do.
 """
 
 from monarch_slurm.rdma.buffer import RDMAAction, RDMABuffer

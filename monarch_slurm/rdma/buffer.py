@@ -13,8 +13,9 @@ from monarch_slurm.actor.future import Future
 from monarch_slurm.rdma.choice import RDMATcpFallbackWarning, get_rdma_backend
 from monarch_slurm.rdma.engine import Begun, Op, Target
 from monarch_slurm.rdma.errors import RDMAError, gathered
-from monarch_slurm.rdma.manager import Home, Manager, manager
+from monarch_slurm.rdma.manager import Manager, manager
 from monarch_slurm.rdma.memory import Memory, memory_of
+from monarch_slurm.rdma.peer import Home
 from monarch_slurm.rdma.samehost import INLINE_BYTES, SharedMemory
 
 _DROP_SECONDS = 60

@@ -118,7 +118,7 @@ class Engine(Protocol):
         """The peer is gone: end what waits for it. For any thread."""
 
     def close(self) -> None:
-        """Give back what the engine holds."""
+        """Give back what the engine holds. Nothing uses it any more."""
 
 
 def remaining(deadline: float) -> float:

@@ -142,7 +142,8 @@ class TcpEngine:
     def lost(self, reason: str) -> None:
         """See `Engine.lost`."""
         self._lost = reason
-        self.close()
+        for stream in self._streams:
+            stream.interrupt()
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -157,12 +158,18 @@ class _Stream:
         self._engine = engine
         self._socket: socket.socket | None = None
 
-    def close(self) -> None:
+    def interrupt(self) -> None:
         """Make every call on the connection end. For any thread."""
         connection = self._socket
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection, which nobody uses."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     def work(self, chunks: deque[_Chunk], deadline: float) -> None:
         """Take chunks and transfer them until there are none; the connection is given up when that fails."""
