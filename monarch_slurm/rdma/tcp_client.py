@@ -14,6 +14,7 @@ from typing import NamedTuple
 from monarch_slurm.rdma import tcp_protocol as protocol
 from monarch_slurm.rdma.engine import Op, Target, remaining
 from monarch_slurm.rdma.errors import BufferGoneError, PeerLostError, RDMAError, RDMATimeoutError
+from monarch_slurm.rdma.lanes import Lanes
 from monarch_slurm.rdma.memory import view_of
 from monarch_slurm.rdma.registry import gone_text
 from monarch_slurm.rdma.tcp_server import tune
@@ -21,6 +22,8 @@ from monarch_slurm.rdma.tcp_server import tune
 _AHEAD_BYTES = 16 * 2**20
 _AHEAD_REQUESTS = 64
 _CONNECT_SECONDS = 5.0
+_SPARE_STREAMS = 12
+"""Connections to one owner beyond those of one batch, for others at the same time."""
 
 
 class _Chunk(NamedTuple):
@@ -32,12 +35,12 @@ class _Chunk(NamedTuple):
 
 
 class TcpEngine:
-    """Transfers from and to one process over ``streams`` connections, made when they are first needed.
+    """Transfers from and to one process. Connections are made when they are first needed.
 
     Args:
         addresses: IP addresses and ports of the owner, tried in turn.
         secret: the owner's.
-        streams: how many connections.
+        streams: how many connections one batch uses; several batches at a time use a few more.
         chunk_bytes: how large transfers are cut.
         spawn: runs a function on a thread.
     """
@@ -57,8 +60,7 @@ class TcpEngine:
         self._secret = secret
         self._chunk_bytes = chunk_bytes
         self._spawn = spawn
-        self._streams = [_Stream(self) for _ in range(max(1, streams))]
-        self._lock = threading.Lock()
+        self._lanes: Lanes[_Stream] = Lanes(lambda: _Stream(self), max(1, streams), streams + _SPARE_STREAMS)
         self._lost = ""
 
     def transfer(self, ops: Sequence[Op], deadline: float) -> None:
@@ -68,15 +70,14 @@ class TcpEngine:
             for start in range(0, op.nbytes, self._chunk_bytes):
                 size = min(self._chunk_bytes, op.nbytes - start)
                 chunks.append(_Chunk(op.write, op.address + start, size, op.target, start))
-        if not self._lock.acquire(timeout=remaining(deadline)):
-            remaining(deadline)
+        total = sum(op.nbytes for op in ops)
+        streams = self._lanes.take(len(chunks) if total > self._chunk_bytes else 1, deadline)
         try:
-            self._run(chunks, sum(op.nbytes for op in ops), deadline)
+            self._run(streams, chunks, deadline)
         finally:
-            self._lock.release()
+            self._lanes.give(streams)
 
-    def _run(self, chunks: deque[_Chunk], total: int, deadline: float) -> None:
-        wanted = min(len(self._streams), len(chunks)) if total > self._chunk_bytes else 1
+    def _run(self, streams: list[_Stream], chunks: deque[_Chunk], deadline: float) -> None:
         failures: list[BaseException] = []
         ended = threading.Semaphore(0)
 
@@ -89,10 +90,10 @@ class TcpEngine:
             finally:
                 ended.release()
 
-        for stream in self._streams[1:wanted]:
+        for stream in streams[1:]:
             self._spawn(lambda stream=stream: work(stream))  # type: ignore[misc]
-        work(self._streams[0])
-        for _ in range(wanted):
+        work(streams[0])
+        for _ in streams:
             ended.acquire()
         if failures:
             raise self._explain(failures[0])
@@ -110,16 +111,14 @@ class TcpEngine:
         """Return a new connection that has proved itself, and the owner to it."""
         failures = []
         for address in self._addresses:
-            left = remaining(deadline)
             try:
-                connection = socket.create_connection(address, timeout=min(left, _CONNECT_SECONDS))
+                connection = socket.create_connection(address, timeout=min(remaining(deadline), _CONNECT_SECONDS))
             except OSError as error:
                 failures.append(f"{address[0]} port {address[1]}: {error}")
                 continue
             try:
                 tune(connection)
-                connection.settimeout(left)
-                self._prove(connection)
+                self._prove(connection, deadline)
             except (OSError, EOFError) as error:
                 connection.close()
                 failures.append(f"{address[0]} port {address[1]}: {str(error) or 'hung up'}")
@@ -128,26 +127,27 @@ class TcpEngine:
                 connection.close()
                 raise
             return connection
+        remaining(deadline)
         raise PeerLostError(f"cannot reach the owner of the buffer: {'; '.join(failures)}")
 
-    def _prove(self, connection: socket.socket) -> None:
+    def _prove(self, connection: socket.socket, deadline: float) -> None:
         theirs, ours = bytearray(protocol.NONCE_BYTES), os.urandom(protocol.NONCE_BYTES)
-        _receive(connection, memoryview(theirs))
+        _receive(connection, memoryview(theirs), deadline)
         connection.sendall(ours + protocol.proof(self._secret, b"client", bytes(theirs), ours))
         answer = bytearray(protocol.PROOF_BYTES)
-        _receive(connection, memoryview(answer))
+        _receive(connection, memoryview(answer), deadline)
         if not hmac.compare_digest(answer, protocol.proof(self._secret, b"server", ours, bytes(theirs))):
             raise RDMAError("the process that answers does not know the owner's secret; refusing to talk to it")
 
     def lost(self, reason: str) -> None:
         """See `Engine.lost`."""
         self._lost = reason
-        for stream in self._streams:
+        for stream in list(self._lanes.all):
             stream.interrupt()
 
     def close(self) -> None:
         """See `Engine.close`."""
-        for stream in self._streams:
+        for stream in self._lanes.all:
             stream.close()
 
 
@@ -222,18 +222,17 @@ class _Stream:
             connection.sendall(view_of(chunk.address, chunk.nbytes))
 
     def _take(self, connection: socket.socket, chunk: _Chunk, deadline: float) -> RDMAError | None:
-        connection.settimeout(remaining(deadline))
         reply = bytearray(protocol.REPLY.size)
-        _receive(connection, memoryview(reply))
+        _receive(connection, memoryview(reply), deadline)
         status, length = protocol.REPLY.unpack(reply)
         if status != protocol.DONE:
             return _refusal(status, chunk.target)
         if length != (0 if chunk.write else chunk.nbytes):
             raise RDMAError(f"the owner answered with {length} bytes where {chunk.nbytes} were asked for")
         if not chunk.write:
-            _receive(connection, view_of(chunk.address, chunk.nbytes))
+            _receive(connection, view_of(chunk.address, chunk.nbytes), deadline)
             trailer = bytearray(protocol.TRAILER.size)
-            _receive(connection, memoryview(trailer))
+            _receive(connection, memoryview(trailer), deadline)
             (status,) = protocol.TRAILER.unpack(trailer)
         return None if status == protocol.DONE else _refusal(status, chunk.target)
 
@@ -245,8 +244,9 @@ def _next(chunks: deque[_Chunk]) -> _Chunk | None:
         return None
 
 
-def _receive(connection: socket.socket, view: memoryview) -> None:
+def _receive(connection: socket.socket, view: memoryview, deadline: float) -> None:
     while view:
+        connection.settimeout(remaining(deadline))  # each time: bytes may come one by one
         got = connection.recv_into(view)
         if got == 0:
             raise EOFError

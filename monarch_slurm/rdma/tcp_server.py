@@ -6,6 +6,7 @@ Each connection is a generator that runs until its socket would block; it yields
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import itertools
 import logging
@@ -27,8 +28,12 @@ from monarch_slurm.wire.ports import listen_tcp
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 10.0
-_MAX_STRANGERS = 64
+CROWDED_SECONDS = 1.0
+"""How long a connection may take to prove itself: a member does it in milliseconds. And how long while others wait."""
+_MAX_STRANGERS = 256
 """Connections that have not proved themselves; more wait in the kernel."""
+_SHORTAGE_SECONDS = 0.1
+"""How long to wait for descriptors (EMFILE) or memory to be free again."""
 _STEP = 4 * 2**20
 """Bytes of one system call, and of one piece of device memory."""
 _SCRAP = 256 * 1024
@@ -58,14 +63,16 @@ class TcpServer:
         self._registry = registry
         self._listeners = [_listen(address) for address in addresses]
         self.addresses = [listener.getsockname()[:2] for listener in self._listeners]
-        self._workers = [_Worker(index) for index in range(max(1, threads))]
+        self._crowd = _Crowd()
+        self._workers = [_Worker(index, self._crowd) for index in range(max(1, threads))]
         self._next = itertools.cycle(self._workers)
-        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
+        self._closed = threading.Event()
         for listener in self._listeners:
             threading.Thread(target=self._accept, args=(listener,), name="rdma-accept", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening and drop all connections."""
+        self._closed.set()
         for listener in self._listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
@@ -74,14 +81,27 @@ class TcpServer:
             worker.stop()
 
     def _accept(self, listener: socket.socket) -> None:
+        is_short = False
         while True:
-            self._strangers.acquire()
+            self._crowd.enter()
+            connection = None
             try:
                 connection, address = listener.accept()
-            except OSError:
-                return  # closed
-            connection.setblocking(False)
-            tune(connection)
+                connection.setblocking(False)
+                tune(connection)
+            except OSError as error:
+                self._crowd.leave()
+                if self._closed.is_set():
+                    return
+                if connection is not None:
+                    connection.close()  # it has hung up already
+                elif error.errno != errno.ECONNABORTED:
+                    if not is_short:
+                        logger.warning("cannot accept connections for buffers for now: %s", error.strerror)
+                    is_short = True
+                    self._closed.wait(_SHORTAGE_SECONDS)
+                continue
+            is_short = False
             worker = next(self._next)
             worker.add(connection, self._serve(connection, address, worker))
 
@@ -89,7 +109,7 @@ class TcpServer:
         try:
             proved = yield from self._handshake(connection)
         finally:
-            self._strangers.release()
+            self._crowd.leave()
         if not proved:
             self.refused += 1
             logger.warning(
@@ -190,17 +210,43 @@ class TcpServer:
         return True
 
 
+class _Crowd:
+    """Counts connections that have not proved themselves. For any thread."""
+
+    def __init__(self) -> None:
+        self._room = threading.BoundedSemaphore(_MAX_STRANGERS)
+        self._waiting = 0
+
+    def enter(self) -> None:
+        """Wait until there is room for one more."""
+        self._waiting += 1  # of the accepting threads, which are few: a count that is wrong for a moment does no harm
+        try:
+            self._room.acquire()
+        finally:
+            self._waiting -= 1
+
+    def leave(self) -> None:
+        """One has proved itself, or is gone."""
+        self._room.release()
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a connection may take to prove itself."""
+        return CROWDED_SECONDS if self._waiting else HANDSHAKE_SECONDS
+
+
 class _Worker:
     """A thread that runs connections."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, crowd: _Crowd) -> None:
+        self._crowd = crowd
         self._selector = selectors.DefaultSelector()
         self._new: list[tuple[socket.socket, Wants]] = []
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
         self._stopping = False
         self._young: dict[socket.socket, float] = {}
-        """Connections that have not proved themselves, and until when they may."""
+        """Connections that have not proved themselves, and since when."""
         threading.Thread(target=self._run, name=f"rdma-serve-{index}", daemon=True).start()
 
     def add(self, connection: socket.socket, serve: Wants) -> None:
@@ -216,7 +262,7 @@ class _Worker:
 
     def _run(self) -> None:
         while not self._stopping:
-            for key, _ in self._selector.select(1.0 if self._young else None):
+            for key, _ in self._selector.select(CROWDED_SECONDS / 2 if self._young else None):
                 if key.fd == self._wake_fd:
                     os.eventfd_read(self._wake_fd)
                 else:
@@ -224,7 +270,7 @@ class _Worker:
                     self._step(key.fileobj, key.data, key.events)
             while self._new:
                 connection, serve = self._new.pop()
-                self._young[connection] = time.monotonic() + HANDSHAKE_SECONDS
+                self._young[connection] = time.monotonic()
                 self._selector.register(connection, selectors.EVENT_READ, serve)
                 self._step(connection, serve, selectors.EVENT_READ)
             self._tire_of_strangers()
@@ -247,9 +293,9 @@ class _Worker:
             self._selector.modify(connection, wanted, serve)
 
     def _tire_of_strangers(self) -> None:
-        now = time.monotonic()
-        for connection, due in list(self._young.items()):
-            if now > due:
+        oldest = time.monotonic() - self._crowd.patience
+        for connection, since in list(self._young.items()):
+            if since < oldest:
                 self._end(connection, self._selector.get_key(connection).data)
 
     def _end(self, connection: socket.socket, serve: Wants) -> None:

@@ -46,7 +46,7 @@ def mapped_files() -> int:
 def connections(peer: Peer) -> list[Any]:
     engine = peer._engines["tcp"]
     assert isinstance(engine, TcpEngine)
-    return [stream._socket for stream in engine._streams if stream._socket is not None]
+    return [stream._socket for stream in engine._lanes.all if stream._socket is not None]
 
 
 def test_a_file_of_a_dead_owner_is_unmapped(spawn: Spawn) -> None:
