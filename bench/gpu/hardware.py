@@ -91,6 +91,7 @@ def reductions(rank: int, size: int, pipe: Pipe) -> str:
     cases = import_module("cases")
     comm = join(rank, size, pipe)
     text = f"{cases.check_reductions(comm)} equal the float64 reference"
+    text += f", {cases.check_rough_values(comm)} within their rounding, {cases.check_unsigned(comm)} unsigned"
     comm.close()
     return text
 

@@ -245,7 +245,12 @@ class Communicator:
         """Make a communicator without some ranks, which are alive and call too; they get None.
 
         When ranks are dead use `MeshCommunicator.remake`.
+
+        Raises:
+            ValueError: a rank is not there.
         """
+        for rank in leaving:
+            check_rank("leaving has rank", rank, self.size)
         return self.split([[rank for rank in range(self.size) if rank not in leaving]])
 
     def abort(self, reason: str, rank: int | None = None) -> None:
@@ -258,7 +263,7 @@ class Communicator:
         self._transport.abort(PeerLostError(reason, rank))
 
     def close(self) -> None:
-        """Wait for what was started, then free the communicator; every rank calls it."""
+        """Wait for what was started, then free the communicator; every rank calls it. After an abort does nothing."""
         self._transport.close(CommunicatorClosedError("the communicator was closed"))
 
     def _rooted(

@@ -1,26 +1,38 @@
 """Collectives of CPU tensors over gloo.
 
-One thread per communicator runs the operations in the order they were asked for. gloo cannot take back an operation
-that waits for a dead peer, so an abort does not try: it lets every waiter go at once and leaves the thread behind,
-which ends when gloo's own time-out or the closing of the connections ends its wait.
+One thread per communicator runs the operations in the order they were asked for. An abort lets every waiter go at once,
+then breaks the connections, which ends the operation that the thread waits in. The same is done when the program ends:
+the interpreter kills threads that come back from C++ code while it ends, and the process with them.
+
+An average is summed in a dtype of a wider range, which takes a copy and twice the bytes (of bfloat16 four times), so
+that it neither overflows nor underflows.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from monarch_slurm.collectives.background import GRACE_S
 from monarch_slurm.collectives.checks import GLOO_DTYPES
-from monarch_slurm.collectives.errors import CollectiveError
+from monarch_slurm.collectives.errors import CollectiveError, PeerLostError
 from monarch_slurm.collectives.rendezvous import own_address
 from monarch_slurm.collectives.work import HostWork, Work
 
 if TYPE_CHECKING:
     import torch
+
+_NOBODYS_TAG = 0x7FFFFFFF
+"""Of messages that no rank sends; gloo's tags have 31 bits."""
+_END_S = 5.0
+
+_all: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 
 
 class GlooTransport:
@@ -49,9 +61,13 @@ class GlooTransport:
         self._pending: set[HostWork] = set()
         self._lock = threading.Lock()
         self._aborted = threading.Event()
-        self._queue: queue.SimpleQueue[tuple[HostWork, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._busy = False
+        self._queue: queue.SimpleQueue[tuple[list[HostWork], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._grouped: list[tuple[HostWork, Callable[[], Any]]] | None = None
-        threading.Thread(target=self._run, name=f"gloo-{rank}", daemon=True).start()
+        self._pid = os.getpid()
+        self._worker = threading.Thread(target=self._run, name=f"gloo-{rank}", daemon=True)
+        self._worker.start()
+        _all.add(self)
 
     @classmethod
     def join(cls, token: bytes, rank: int, size: int, timeout_s: float) -> GlooTransport:
@@ -84,8 +100,12 @@ class GlooTransport:
         options.reduceOp = _reduce_op(op)
 
         def run() -> None:
-            self._group.allreduce([tensor], options).wait()
-            _average(tensor, op, self.size)
+            if op != "avg":
+                self._group.allreduce([tensor], options).wait()
+                return
+            sums = _widened(tensor, self.size)
+            self._group.allreduce([sums], options).wait()
+            _average(sums, self.size, tensor)
 
         return self._submit("all_reduce", run)
 
@@ -96,12 +116,16 @@ class GlooTransport:
         options = ReduceOptions()
         options.reduceOp = _reduce_op(op)
         options.rootRank = root
-        buffer = tensor if self.rank == root else tensor.clone()  # gloo uses the others' buffers as scratch
 
         def run() -> None:
+            buffer = tensor
+            if op == "avg":
+                buffer = _widened(tensor, self.size)
+            elif self.rank != root:
+                buffer = tensor.clone()  # gloo uses the others' buffers as scratch
             self._group.reduce([buffer], options).wait()
-            if self.rank == root:
-                _average(tensor, op, self.size)
+            if op == "avg" and self.rank == root:
+                _average(buffer, self.size, tensor)
 
         return self._submit("reduce", run)
 
@@ -113,8 +137,13 @@ class GlooTransport:
         options.reduceOp = _reduce_op(op)
 
         def run() -> None:
-            self._group._reduce_scatter_base(output.view(-1), source.view(-1), options).wait()
-            _average(output, op, self.size)
+            if op != "avg":
+                self._group._reduce_scatter_base(output.view(-1), source.view(-1), options).wait()
+                return
+            wide = _widened(source.view(-1), self.size)
+            sums = wide.new_empty(output.numel())
+            self._group._reduce_scatter_base(sums, wide, options).wait()
+            _average(sums, self.size, output)
 
         return self._submit("reduce_scatter", run)
 
@@ -164,59 +193,97 @@ class GlooTransport:
         def run() -> None:
             for pending in [start() for _, start in started]:
                 pending.wait()
-            for work, _ in started:
-                work.finish()
 
-        return self._submit("group", run)
+        return self._submit("group", run, [work for work, _ in started])
 
     def abort(self, failure: BaseException) -> None:
         """Fail everything that is pending and all that comes."""
+        if self._end(failure):
+            # Not a daemon: the interpreter must not end in the middle of it.
+            threading.Thread(target=self._break, name="gloo-abort").start()
+
+    def close(self, failure: BaseException) -> None:
+        """Wait for what was started, then end."""
+        if self._failure is None:
+            self._submit("close", lambda: None).wait(self._timeout_s)
+            self._end(failure)
+
+    def end_with_program(self) -> None:
+        """Have the thread end before the interpreter does."""
+        if self._pid == os.getpid():  # what a fork has inherited is its parent's
+            if self._end(PeerLostError("the program ends")) and self._busy:
+                self._break()
+            self._worker.join(_END_S)
+
+    def _end(self, failure: BaseException) -> bool:
+        """Let all waiters go; returns False where it had ended before."""
         with self._lock:
             if self._failure is not None:
-                return
+                return False
             self._failure = failure
             pending, self._pending = self._pending, set()
         self._queue.put(None)
         for work in pending:
             work.finish(failure)
         self._aborted.set()
+        return True
 
-    def close(self, failure: BaseException) -> None:
-        """Wait for what was started, then end."""
-        self._submit("close", lambda: None).wait(self._timeout_s)
-        self.abort(failure)
+    def _break(self) -> None:
+        """Break all connections: gloo does so when one operation is out of time."""
+        import torch
+
+        for peer in range(self.size):
+            if peer != self.rank:
+                try:
+                    pending = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NOBODYS_TAG)
+                    pending.wait(timedelta(milliseconds=1))
+                except RuntimeError:  # out of time, or broken already
+                    continue
 
     def _submit_pair(self, name: str, start: Callable[[], Any]) -> Work:
         if self._grouped is None:
             return self._submit(name, lambda: start().wait())
-        work = HostWork(name)
+        work = self._new_work(name)
         self._grouped.append((work, start))
-        with self._lock:
-            self._pending.add(work)
         return work
 
-    def _submit(self, name: str, run: Callable[[], Any]) -> Work:
+    def _submit(self, name: str, run: Callable[[], Any], parts: Sequence[HostWork] = ()) -> Work:
+        """Have the thread call ``run``; the works of ``parts`` end with it."""
+        work = self._new_work(name)
+        self._queue.put(([work, *parts], run))
+        return work
+
+    def _new_work(self, name: str) -> HostWork:
         work = HostWork(f"{name} of rank {self.rank} of {self.size}")
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             self._pending.add(work)
-        self._queue.put((work, run))
         return work
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            work, run = item
+            works, run = item
+            failure: BaseException | None = None
             try:
-                run()
-            except BaseException as error:  # the waiter gets it
+                self._busy = True
+                if self._failure is None:
+                    run()
+            except BaseException as error:  # the waiters get it
+                failure = error
                 # A broken connection has no rank. The control plane's news, which has, may be on its way.
                 self._aborted.wait(GRACE_S if isinstance(error, RuntimeError) else 0.0)
-                work.finish(error)
-            else:
-                work.finish()
+            self._busy = False
+            for work in works:
+                work.finish(failure)
             with self._lock:
-                self._pending.discard(work)
+                self._pending.difference_update(works)
+
+
+@atexit.register
+def _end_all() -> None:
+    for transport in list(_all):
+        transport.end_with_program()
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -238,6 +305,21 @@ def _reduce_op(op: str) -> Any:
     }[op]
 
 
-def _average(tensor: torch.Tensor, op: str, size: int) -> None:
-    if op == "avg":
-        tensor.div_(size)
+def _widened(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """A copy whose sum over ``size`` ranks is in range: of float64, which has no wider dtype, a power of two less."""
+    import torch
+
+    if tensor.dtype == torch.float64:
+        return tensor.detach() / _power_of_two(size)
+    return tensor.detach().to(torch.float32 if tensor.dtype == torch.float16 else torch.float64)
+
+
+def _average(sums: torch.Tensor, size: int, output: torch.Tensor) -> None:
+    import torch
+
+    divisor = size / _power_of_two(size) if sums.dtype == torch.float64 and output.dtype == torch.float64 else size
+    output.detach().copy_((sums / divisor).view(output.shape))
+
+
+def _power_of_two(size: int) -> float:
+    return float(1 << (size - 1).bit_length())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ class Invitation:
     """
 
     backend: str
-    token: bytes
+    token: bytes = field(repr=False)
 
 
 def invite(backend: str, address: str = "127.0.0.1") -> tuple[Invitation, Any]:

@@ -18,6 +18,8 @@ DTYPES = [
     torch.int32,
     torch.int64,
 ]
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+UNSIGNED = [torch.uint32, torch.uint64]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 SIZES = [0, 1, 7, 1000, 65537]
 
@@ -76,11 +78,53 @@ def check_reductions(comm: Communicator, dtypes: Sequence[torch.dtype] = DTYPES)
     return checked
 
 
+def check_rough_values(comm: Communicator) -> int:
+    """Sums and averages of values of all signs and magnitudes, and averages that a sum would not hold."""
+    checked, numel = 0, 1000
+    for dtype in FLOATS:
+        limits, parts = torch.finfo(dtype), []
+        for rank in range(comm.size):
+            generator = torch.Generator().manual_seed(rank)
+            powers = torch.randint(-8, 8, (numel,), generator=generator).double()
+            parts.append((torch.randn(numel, dtype=torch.float64, generator=generator) * 2**powers).to(dtype))
+        wide = torch.stack(parts).double()
+        rounding = limits.eps * comm.size * wide.abs().sum(0)
+        for op, want in (("sum", wide.sum(0)), ("avg", wide.mean(0))):
+            tensor = parts[comm.rank].to(comm.device, copy=True)
+            comm.all_reduce(tensor, op).wait()
+            error = (tensor.cpu().double() - want).abs()
+            assert (error <= rounding).all(), f"{op} of {dtype}: off by {(error / rounding).max()} of its rounding"
+        large = torch.tensor([0.9, -0.9, 0.5], dtype=torch.float64).mul(limits.max).to(dtype)
+        ends = comm.size - 1
+        scattered, reduced, gathered = torch.empty_like(large), large.clone(), large.clone()
+        scattered, reduced, gathered = (each.to(comm.device) for each in (scattered, reduced, gathered))
+        comm.reduce_scatter(scattered, gathered.repeat(comm.size), "avg").wait()
+        comm.reduce(reduced, ends, "avg").wait()
+        comm.all_reduce(gathered, "avg").wait()
+        for what, got in (("all_reduce", gathered), ("reduce", reduced), ("reduce_scatter", scattered)):
+            expect(f"{what} of large {dtype}", got, large, 4 * limits.eps)
+        checked += 5
+    return checked
+
+
+def check_unsigned(comm: Communicator) -> int:
+    """Sums, maxima and minima of unsigned numbers that a signed dtype of their size would not hold."""
+    for dtype in UNSIGNED:
+        top = torch.iinfo(dtype).max
+        parts = [[top - comm.size + 1 if rank == 0 else 1, top if rank == 0 else 0] for rank in range(comm.size)]
+        for op, of_all in (("sum", sum), ("max", max), ("min", min)):
+            tensor = torch.tensor(parts[comm.rank], dtype=dtype).to(comm.device)
+            comm.all_reduce(tensor, op).wait()
+            want = [of_all(values) for values in zip(*parts, strict=True)]
+            assert tensor.tolist() == want, f"{op} of {dtype}: {tensor.tolist()}, expected {want}"
+    return 3 * len(UNSIGNED)
+
+
 def check_moves(comm: Communicator) -> int:
     """Every operation that moves tensors, of every dtype and of those that cannot be reduced."""
     checked = 0
     rank, size, device = comm.rank, comm.size, comm.device
-    for dtype in [*DTYPES, torch.bool, torch.float8_e4m3fn, torch.complex64]:
+    for dtype in [*DTYPES, *UNSIGNED, torch.bool, torch.float8_e4m3fn, torch.complex64]:
         for numel in SIZES:
             parts = [data(each, numel, torch.float32).to(dtype) for each in range(size)]
             everything = torch.cat(parts).to(device)

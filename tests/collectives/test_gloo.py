@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -16,7 +18,13 @@ torch = pytest.importorskip("torch")
 
 import cases  # noqa: E402
 
-from monarch_slurm.collectives import Communicator, CommunicatorClosedError, PeerLostError, invite  # noqa: E402
+from monarch_slurm.collectives import (  # noqa: E402
+    CollectiveError,
+    Communicator,
+    CommunicatorClosedError,
+    PeerLostError,
+    invite,
+)
 
 DEADLINE_S = 60
 
@@ -66,7 +74,24 @@ def test_reductions_are_the_float64_reference(size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_moves_are_bit_for_bit(size: int) -> None:
     checked = on_ranks(lambda comm, _: cases.check_moves(comm), size)
-    assert checked == [6 * 11 * 5 + 2] * size
+    assert checked == [6 * 13 * 5 + 2] * size
+
+
+def _averages(comm: Communicator, _: Connection) -> int:
+    for dtype in cases.FLOATS:
+        limits = torch.finfo(dtype)
+        mine = torch.tensor([limits.max, limits.min, limits.smallest_normal, limits.eps], dtype=dtype)
+        if dtype != torch.float64:
+            mine = torch.cat([mine, torch.tensor([limits.smallest_normal / 2], dtype=torch.float64).to(dtype)])
+        tensor = mine.clone()
+        comm.all_reduce(tensor, "avg").wait()
+        cases.expect(f"avg of {dtype}", tensor, mine)
+    return cases.check_rough_values(comm)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_averages_hold_what_float64_would(size: int) -> None:
+    assert on_ranks(_averages, size) == [20] * size
 
 
 def test_split_and_shrink() -> None:
@@ -89,6 +114,8 @@ def _refusals(comm: Communicator, _: Connection) -> list[str]:
         lambda: comm.all_to_all(torch.ones(3), torch.ones(3)),
         lambda: comm.gather(two if comm.rank else None, two, 0),
         lambda: comm.split([[0, 1], [1]]),
+        lambda: comm.all_reduce(torch.ones(2, dtype=torch.uint32)),
+        lambda: comm.shrink([2]),
     ]
     texts = []
     for call in wrong:
@@ -97,6 +124,7 @@ def _refusals(comm: Communicator, _: Connection) -> list[str]:
         texts.append(str(caught.value))
     comm.all_reduce(two).wait()  # the communicator is unharmed
     assert two.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    comm.close()
     comm.close()
     with pytest.raises(CommunicatorClosedError):
         comm.barrier()
@@ -130,6 +158,7 @@ def _wait_for_the_dead(comm: Communicator, pipe: Connection) -> list[Any]:
         texts.append((caught.value.rank, caught.value.reason))
     with pytest.raises(PeerLostError):
         comm.barrier()
+    comm.close()  # as of one that was closed, there is nothing to wait for
     return texts
 
 
@@ -143,3 +172,59 @@ def test_abort_tells_every_waiter_which_rank_although_the_peer_only_hangs() -> N
     os.kill(pids[1], signal.SIGKILL)
     for process in processes:
         process.join()
+
+
+def _end_with_the_dead(comm: Communicator, pipe: Connection) -> list[str]:
+    comm.barrier().wait()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with comm.group():
+        works = [comm.recv(torch.ones(1), 1), comm.recv(torch.ones(1), 2 - comm.rank)]
+    errors = []
+    for work in works:
+        with pytest.raises(CollectiveError) as caught:
+            work.wait(DEADLINE_S)
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_the_works_of_a_group_end_when_a_peer_dies() -> None:
+    processes, pipes, _kept = start(_end_with_the_dead, 3)
+    for rank in (0, 2):
+        assert "failed" in answer(pipes[rank])[0]
+    for process in processes:
+        process.join()
+
+
+PROGRAM = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from monarch_slurm.collectives import CollectiveError, Communicator, invite
+
+def pair():
+    invitation, kept = invite("gloo")
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda rank: Communicator.join(invitation, rank, 2, timeout_s=60), range(2))), kept
+
+(first, second), kept = pair()
+pending = first.all_reduce(torch.ones(1))
+first.abort("no progress", 1)
+try:
+    second.recv(torch.ones(1), 0).wait(60)
+except CollectiveError:
+    print("the peer is told")
+(third, _), other = pair()
+pending = third.recv(torch.ones(1), 1)
+sys.exit(3)
+"""
+
+
+def test_a_program_that_ends_with_operations_pending_ends_with_its_own_code() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "the peer is told\n", "")
+
+
+def test_an_invitation_does_not_show_its_token() -> None:
+    invitation, _kept = invite("gloo")
+    assert invitation.token.decode() not in repr(invitation)
