@@ -50,6 +50,13 @@ def _rate(context: click.Context, parameter: click.Parameter, value: float) -> f
     show_default=True,
     help="What trains: the built-in Llama, or TorchTitan, whose own options follow after --.",
 )
+@click.option(
+    "--replica-backend",
+    type=click.Choice(["gloo", "ccl"]),
+    default=_DEFAULTS.replica_backend,
+    show_default=True,
+    help="What reduces between replicas: gloo over the hosts, or RCCL/NCCL (ccl) from GPU to GPU.",
+)
 @click.option("--model", default=_DEFAULTS.model, show_default=True, help="Name of a model configuration.")
 @click.option("--data", type=click.Path(), help="Text file or folder [default: the Python standard library's source].")
 @click.option(
@@ -160,6 +167,7 @@ def train(context: click.Context, /, where: str | None, nodes: int | None, in_jo
     With --engine torchtitan, what follows after -- is for torchtitan, such as --module llama3 --config
     llama3_debugmodel --training.steps 100: the steps that each replica does if nothing fails.
     """
+    from monarch_slurm.gpu import gpu_devices
     from monarch_slurm.train.injection import parse_kinds
     from monarch_slurm.train.resuming import resumed_config
     from monarch_slurm.train.session import Plan, train_here, train_on_slurm
@@ -176,6 +184,11 @@ def train(context: click.Context, /, where: str | None, nodes: int | None, in_jo
     _check_engine(config, given)
     if config.min_replicas > config.replicas:
         raise ConfigError(f"--min-replicas {config.min_replicas} is more than --replicas {config.replicas}")
+    if options["fail_every"] is not None and config.replicas == config.min_replicas:
+        raise ConfigError(
+            f"--fail-every: with --replicas {config.replicas} and --min-replicas {config.min_replicas} any failure "
+            f"would hold up the run; take --replicas {config.replicas + 1}"
+        )
     slurm = {name: options.pop(name) for name in _SLURM_OPTIONS}
     plan = Plan(
         config=config,
@@ -190,6 +203,8 @@ def train(context: click.Context, /, where: str | None, nodes: int | None, in_jo
     )
     if where == "local" and nodes is not None:
         raise click.UsageError("--local and --nodes exclude each other")
+    if where == "local" and config.replica_backend == "ccl" and not gpu_devices():
+        raise ConfigError("--replica-backend ccl is for GPUs, and this machine has none")
     if where == "local" and given & slurm.keys():
         names = ", ".join(sorted("--" + name.replace("_", "-") for name in given & slurm.keys()))
         raise click.UsageError(f"for Slurm only, not for --local: {names}")
@@ -244,6 +259,7 @@ _CONFIG_OPTIONS = (
     "sync_deadline",
     "save_every",
     "keep_saves",
+    "replica_backend",
     "engine",
     "engine_options",
 )

@@ -30,15 +30,19 @@ class ProcessGroupMonarch(ProcessGroupWrapper):  # type: ignore[misc]  # torchft
     """Collectives of GPU tensors among the replicas of a quorum; each quorum makes a new communicator.
 
     Args:
-        timeout: how long a rank waits for the others when a quorum is made, and how long an operation may take; then
-            the group is aborted.
+        timeout: how long an operation may take; then the group is aborted.
+        join_timeout: how long a rank waits for the others when a quorum is made; None: ``timeout``.
+
+    Attributes:
+        group: of the last quorum; None before the first, or if it could not be made.
     """
 
-    def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
+    def __init__(self, timeout: timedelta = timedelta(seconds=60), *, join_timeout: timedelta | None = None) -> None:
         super().__init__(timeout)
+        self._join_timeout = join_timeout or timeout
         here = current_context()
         self._runtime: Runtime | None = here.actor_instance.runtime if here is not None else None
-        self._group: Group | None = None
+        self.group: Group | None = None
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the name that torch shows."""
@@ -46,28 +50,28 @@ class ProcessGroupMonarch(ProcessGroupWrapper):  # type: ignore[misc]  # torchft
 
     def abort(self, errored: bool = True) -> None:
         """End all operations, those that run included. The next quorum makes a new communicator."""
-        group = self._group
+        group = self.group
         if group is not None:
             group.transport.abort(CollectiveError("the process group was aborted"))
         self._pg = None
         if not errored:
-            self._group = None  # a new one is about to be made: what became of this one is of no interest
+            self.group = None  # a new one is about to be made: what became of this one is of no interest
 
     def errored(self) -> Exception | None:
         """Return why the group has ended, once all that was enqueued is through; None while it lives."""
         torch.cuda.synchronize()
-        failure = self._group.transport.failure() if self._group is not None else None
+        failure = self.group.transport.failure() if self.group is not None else None
         return failure if isinstance(failure, Exception) else None
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> ProcessGroup:
-        group = self._group = join_group(store, rank, world_size, self._timeout, self._runtime)
+        group = self.group = join_group(store, rank, world_size, self._join_timeout, self._runtime)
         made = ProcessGroup(store, rank, world_size)
         made._set_default_backend(ProcessGroup.BackendType.CUSTOM)
         made._register_backend(torch.device("cuda"), ProcessGroup.BackendType.CUSTOM, group.backend)
         return made
 
     def _wrap_work(self, work: Any, opts: object) -> Any:
-        group = self._group
+        group = self.group
         if group is not None:
             given: timedelta = getattr(opts, "timeout", timedelta(0))
             timeout = min(given, self._timeout) if given > timedelta(0) else self._timeout

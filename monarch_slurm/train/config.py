@@ -47,6 +47,7 @@ class TrainConfig:
         sync_deadline: seconds that one sync may take before the replica counts as hung.
         save_every: committed syncs from one save of the state to the next; 0 saves only when the run is asked to end.
         keep_saves: how many saved states are kept.
+        replica_backend: what reduces between replicas: ``gloo``, or ``ccl`` (RCCL, NCCL) for GPUs.
         verify_state: hash the state on both sides of a transfer (sha256 over every tensor's bytes).
         engine: what trains, one of `ENGINES`. For torchtitan ``model``, ``seq_len``, ``batch_size`` and ``tokens``
             follow from its options, and what is said of data, learning rate, decay and gradients counts for nothing.
@@ -83,6 +84,7 @@ class TrainConfig:
     save_every: int = 0
     keep_saves: int = 2
     verify_state: bool = True
+    replica_backend: str = "gloo"
     engine: str = "llama"
     engine_options: tuple[str, ...] = ()
 

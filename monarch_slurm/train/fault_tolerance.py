@@ -7,7 +7,8 @@ set here and why:
 
 - The quorum is synchronous, as DiLoCo needs it, and the parameters start equal by seed (`init_sync` off), so the first
   sync does not throw the work of all replicas but one away.
-- Between replicas the collectives are Gloo's: after a peer's death its sockets break at once, where NCCL would hang.
+- Between replicas the collectives are Gloo's by default: after a peer's death its sockets break at once. NCCL would
+  hang; where it is wanted (``replica_backend``), the control plane ends what waits for the dead.
 - Tensors are reduced one by one: TorchFT 0.2's buckets lose gradients as soon as there is more than one bucket.
 - Nothing is quantised between replicas: TorchFT takes any device of compute capability 9 for one with e4m3 floats.
 - Every socket is bound to the trainer's own address, and advertised as that address.
@@ -146,7 +147,7 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         self._sync_began = 0.0
         self._healed = False
         self._last_sync: Sync | None = None
-        self.group = ReplicaGroup(place.address, config.collective_timeout, config.connect_timeout)
+        self.group = _replica_group(config, place)
         self.transport = StateTransport(place.address, config.collective_timeout, meshes, verify=config.verify_state)
         os.environ.setdefault("TOKIO_WORKER_THREADS", "2")  # one thread per core otherwise, for a heartbeat
         try:
@@ -296,6 +297,14 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         """Leave the run: peers see broken sockets at once, the Lighthouse the end of the heartbeats."""
         self.group.hang_up()
         self.shutdown(wait=False)
+
+
+def _replica_group(config: TrainConfig, place: Place) -> Any:
+    if config.replica_backend == "ccl":
+        from monarch_slurm.train.ccl_group import CclReplicaGroup
+
+        return CclReplicaGroup(config.collective_timeout, config.connect_timeout)
+    return ReplicaGroup(place.address, config.collective_timeout, config.connect_timeout)
 
 
 def make_diloco(

@@ -19,6 +19,7 @@ from monarch_slurm import config
         (["train", "--local", "--replicas", "1"], 2, "x>=2"),
         (["train", "--local", "--replicas", "2", "--min-replicas", "3"], 2, "--min-replicas 3"),
         (["train", "--local", "--fail-every", "0"], 2, "positive"),
+        (["train", "--local", "--replicas", "2", "--fail-every", "9"], 2, "take --replicas 3"),
         (["train", "--local", "--fail-every", "nan"], 2, "positive"),
         (["train", "--local", "--failures", "kill,explode"], 2, "explode"),
         (["train", "--local", "--model", "huge"], 2, "tiny"),
@@ -31,6 +32,7 @@ from monarch_slurm import config
         (["train", "--local", "--", "--training.steps", "3"], 2, "options after -- are for --engine torchtitan"),
         (["train", "--local", "--engine", "torchtitan", "--lr", "1"], 2, "for the built-in engine only: --lr"),
         (["train", "--engine", "torchtitan", "--", "--module", "llama3"], 2, "--local"),
+        (["train", "--local", "--replica-backend", "ccl"], 2, "this machine has none"),
         (["tarin"], 2, "tarin"),
     ],
 )
