@@ -38,7 +38,7 @@ test-rdma: $(VENV)/.dev
 
 # TorchTitan as an engine, on CPUs, in an environment of its own (2 GB; Python >= 3.11).
 test-torchtitan: $(TITAN)/.ready
-	MONARCH_SLURM_TEST_TORCHTITAN=1 $(TITAN)/bin/python -m pytest tests/train/test_titan.py tests/train/test_titan_run.py
+	MONARCH_SLURM_TEST_TORCHTITAN=1 $(TITAN)/bin/python -m pytest tests/train/test_titan*.py
 
 test-quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow and not slurm and not train" tests
@@ -74,7 +74,7 @@ $(VENV)/.dev: setup.cfg constraints.txt | $(VENV)/bin/python
 
 $(TITAN)/.ready: setup.cfg constraints.txt
 	$(PYTHON) -m venv $(TITAN)
-	$(TITAN)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[torchtitan]" pytest triton
+	$(TITAN)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[torchtitan]" hypothesis pytest triton
 	@touch $@
 
 clean:

@@ -38,6 +38,8 @@ def preload() -> None:
     Not torchtitan itself: it looks for an accelerator when it is imported, after which a fork cannot use that any more.
     Nor what starts a thread, as pyarrow does.
     """
+    import huggingface_hub  # noqa: F401
+    import networkx  # noqa: F401
     import tokenizers  # noqa: F401
     import torch.distributed.checkpoint
     import torch.distributed.pipelining.schedules
@@ -88,6 +90,7 @@ class _TitanWorkload:
             self._trainer = told.build()
         except (AssertionError, FileNotFoundError, KeyError, NotImplementedError, TypeError, ValueError) as error:
             # A new start would only meet it again.
+            self.replica.close()
             raise ConfigError(f"torchtitan cannot build its trainer: {type(error).__name__}: {error}") from error
         self.model: nn.Module = self._trainer.model_parts[0]
         self.optimizer: torch.optim.Optimizer = self._trainer.optimizers

@@ -8,13 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import REPOSITORY
-from test_run import left_behind, report_in
+from test_run import left_behind, report_in, saved_steps
 
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.train.config import TrainConfig
@@ -24,44 +22,10 @@ if os.environ.get("MONARCH_SLURM_TEST_TORCHTITAN") != "1":
 
 from monarch_slurm.train import titan
 
-pytestmark = [pytest.mark.slow, pytest.mark.train]
+pytestmark = [pytest.mark.slow, pytest.mark.train, pytest.mark.usefixtures("titan_environment")]
 
 TINY = ["--module", "titan_on_cpu", "--config", "tiny"]
 DEADLINE = 240.0
-
-
-@pytest.fixture(scope="session")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer and a text made of this repository's pages: torchtitan's wheel brings neither."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    folder = tmp_path_factory.mktemp("assets")
-    pages = [page.read_text() for page in sorted((REPOSITORY / "site").glob("*.md"))]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    marks = ["<s>", "</s>"]
-    trainer = trainers.BpeTrainer(vocab_size=1000, special_tokens=marks, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(pages, trainer)
-    (folder / "tokenizer").mkdir()
-    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-    special = {"bos_token": marks[0], "eos_token": marks[1]}
-    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(special))
-    (folder / "text").mkdir()
-    texts = [text for page in pages for text in page.split("\n\n")]
-    (folder / "text" / "data.json").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def environment(assets: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TITAN_ASSETS", str(assets / "tokenizer"))
-    monkeypatch.setenv("TITAN_TEXT", str(assets / "text"))
-    monkeypatch.setenv("HF_HOME", str(assets / "cache"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    return
 
 
 def start(out: Path, *options: str, engine: list[str]) -> subprocess.Popen[str]:
@@ -109,6 +73,34 @@ def test_a_killed_replica_comes_back_and_all_steps_are_committed(tmp_path: Path)
     syncs = [e for e in report["events"] if e["kind"] == "sync" and e["replica"] == 0]
     assert [e["step"] for e in syncs if e["committed"]] == list(range(1, 10))
     assert summary["tokens"] == config["tokens"] + 2 * 5 * 64 * 2
+    assert not left_behind(tmp_path)
+
+
+def test_sharded_replicas_save_when_asked_and_go_on_for_longer(tmp_path: Path) -> None:
+    shape = ["--replicas", "2", "--procs-per-replica", "2"]
+    # torchtitan's own choice of a backend shards over more than one rank only with torch 2.14.
+    told = ["--validator.enable", "--parallelism.spmd_backend", "partial_dtensor", "--training.steps"]
+    process = start(tmp_path, *shape, engine=[*told, "10000"])
+    wait_for(tmp_path, process, "sync", step=2, committed=True)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 75, output
+    (folder,) = tmp_path.iterdir()
+    step = saved_steps(folder)[0]
+
+    steps = str(5 * (step + 3))
+    process = start(tmp_path, *shape, "--resume", str(folder), engine=[*told, steps])
+    output, _ = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 0, output
+    assert f"going on with run {folder.name} from sync {step}" in output
+    report = report_in(tmp_path)
+    summary = report["summary"]
+    assert (summary["ok"], summary["failures"], summary["final_states_equal"]) == (True, 0, True)
+    assert summary["tokens"] == report["config"]["tokens"] == 2 * int(steps) * 2 * 2 * 64
+    assert [s["step"] for s in report["starts"]] == [0, step]
+    assert 0 < summary["final_loss"] < 9
+    positions = sorted(path.name for path in (folder / "positions" / "replica-1" / "rank-1").iterdir())
+    assert positions == sorted(f"step-{step + i}.json" for i in (2, 3))
     assert not left_behind(tmp_path)
 
 

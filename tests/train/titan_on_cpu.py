@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torchtitan.tools.utils
+from torch.distributed.fsdp import FSDPModule
 
 _CPU = "cpu"
 
@@ -29,6 +30,7 @@ torch.cpu.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=
 torch.cpu.memory_stats = _no_memory  # type: ignore[attr-defined]
 torch.cpu.reset_peak_memory_stats = torch.cpu.empty_cache = lambda *_: None  # type: ignore[attr-defined]
 
+import torchtitan.distributed.fsdp  # noqa: E402
 from torchtitan.components.validate import Validator  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
@@ -48,6 +50,17 @@ def _attention(self: FlexAttention, *qkv: torch.Tensor, enable_gqa: bool = False
 _attention.__signature__ = inspect.signature(FlexAttention.forward)  # type: ignore[attr-defined]
 FlexAttention.forward = _attention
 Decoder.get_attention_masks = lambda self, positions: None
+
+
+def _sum_gradients(model: torch.nn.Module) -> None:
+    """Have shards sum their gradients as they are. Gloo knows no sum that multiplies first, which FSDP takes else."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+torchtitan.distributed.fsdp.disable_fsdp_gradient_division = _sum_gradients
 
 
 def tiny() -> Trainer.Config:
