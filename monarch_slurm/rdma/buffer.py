@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, NoReturn
 from monarch_slurm.actor.future import Future
 from monarch_slurm.rdma.choice import RDMATcpFallbackWarning, get_rdma_backend
 from monarch_slurm.rdma.engine import Begun, Op, Target
-from monarch_slurm.rdma.errors import RDMAError, gathered
-from monarch_slurm.rdma.manager import Manager, manager
+from monarch_slurm.rdma.errors import RDMAError, RDMATimeoutError, gathered
+from monarch_slurm.rdma.manager import Manager, look_after, manager
 from monarch_slurm.rdma.memory import Memory, memory_of
 from monarch_slurm.rdma.peer import Home
 from monarch_slurm.rdma.samehost import INLINE_BYTES, SharedMemory
@@ -130,10 +130,15 @@ class RDMABuffer:
                 fields = {"slot": slot, "key": key, "seconds": _DROP_SECONDS - 5}
                 here.ask(self._home, "drop", fields, deadline)
 
-        here.workers.run(lambda: _settle(future, work))
+        if self._home == here.home:
+            here.workers.run(lambda: _settle(future, work))
+        else:
+            late = RDMATimeoutError("the drop has waited for others of its owner all its time; it may be tried again")
+            here.run(self._home, "drop", lambda: _settle(future, work), lambda: future._fail(late), deadline)
         return future
 
     def __reduce__(self) -> tuple[Any, ...]:
+        look_after(self._home, self._target.slot)
         return _restore, (tuple(self._home), tuple(self._target_fields()), self._readonly, self._direct, self._backend)
 
     def _target_fields(self) -> tuple[Any, ...]:
@@ -269,7 +274,7 @@ class _Batch:
         for group, items in self._groups.items():
             begun = self._here.begin(*group, _ops(items))
             if begun is None:
-                self._here.workers.run(lambda group=group, items=items: self._run(group, items))  # type: ignore[misc]
+                self._run_in_turn(group, items)
             elif begun.then(self._ended).is_complete:
                 begun.finish()
             else:
@@ -277,6 +282,12 @@ class _Batch:
                 self._here.workers.run(begun.finish_for_nobody)
         if self._begun:
             self.future._help_with(self._finish_begun)
+
+    def _run_in_turn(self, group: tuple[Home, bool, bool], items: list[_Queued]) -> None:
+        def too_late() -> None:
+            self._ended(RDMATimeoutError("the transfer has waited for others from and to the same owner all its time"))
+
+        self._here.run(group[0], "transfer", lambda: self._run(group, items), too_late, self._deadline)
 
     def _finish_begun(self) -> None:
         for begun in self._begun:

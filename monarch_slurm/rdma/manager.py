@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from monarch_slurm.actor.client import client
 from monarch_slurm.actor.context import context
@@ -25,11 +25,11 @@ from monarch_slurm.rdma.local import LocalEngine
 from monarch_slurm.rdma.options import transports
 from monarch_slurm.rdma.peer import Home, Peer
 from monarch_slurm.rdma.records import TransferRecord, records
-from monarch_slurm.rdma.registry import Registry
+from monarch_slurm.rdma.registry import Entry, Registry
 from monarch_slurm.rdma.samehost import SameHost, SameHostMapped
 from monarch_slurm.rdma.tcp_server import TcpServer
 from monarch_slurm.rdma.verbs import VerbsHost, verbs_host
-from monarch_slurm.rdma.workers import Workers
+from monarch_slurm.rdma.workers import Turns, Workers
 from monarch_slurm.wire import CONTROLLER, Address
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,7 @@ class Manager:
     def __init__(self, runtime: Runtime) -> None:
         self.pid = os.getpid()
         self.registry = Registry()
+        self.registry.on_freed = self._freed
         self.workers = Workers()
         self.verbs: VerbsHost | None = None
         answers = {
@@ -62,11 +63,22 @@ class Manager:
         self._peers: dict[Home, Peer] = {}
         self._servers: dict[tuple[str, ...], TcpServer] = {}
         self._watched: set[Address] = set()
+        self._turns: dict[tuple[Home, str], Turns] = {}
         samehost.allow_peers()
 
     def ask(self, home: Home, kind: str, fields: Fields, deadline: float) -> Fields:
         """Ask the manager of ``home``; see `Control.ask`."""
         return self.control.ask(home.process, home.port, kind, fields, deadline)
+
+    def run(
+        self, home: Home, what: str, function: Callable[[], None], too_late: Callable[[], None], deadline: float
+    ) -> None:
+        """Run ``function``, which waits for ``home``, on a thread; see `Turns.run`."""
+        with self._lock:
+            turns = self._turns.get((home, what))
+            if turns is None:
+                turns = self._turns[home, what] = Turns(self.workers)
+        turns.run(function, too_late, deadline)
 
     def engine(self, home: Home, mapped: bool, direct: bool, deadline: float) -> Engine:
         """Return the best engine to ``home``."""
@@ -160,6 +172,10 @@ class Manager:
             with contextlib.suppress(PeerLostError, RDMATimeoutError):  # what a dead process has mapped is unmapped
                 self.ask(home, "gpu_forget", {"allocations": allocations, "home": tuple(self.home)}, deadline)
 
+    def _freed(self, entry: Entry) -> None:
+        if self.verbs is not None:
+            self.verbs.drop(entry)
+
     # ---- answers to peers
 
     def _card(self, _: Address, __: Fields) -> Fields:
@@ -226,6 +242,13 @@ class Manager:
         if self.verbs is None:
             raise NoBackendError("there is no RDMA device in this process")
         return self.verbs
+
+
+def look_after(home: Home, slot: int) -> None:
+    """See `Registry.look_after`; of other processes' buffers nothing is known here."""
+    here = _manager
+    if here is not None and here.home == home and here.pid == os.getpid():
+        here.registry.look_after(slot)
 
 
 _manager: Manager | None = None

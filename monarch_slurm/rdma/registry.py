@@ -14,7 +14,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from monarch_slurm.rdma.errors import BufferGoneError, RDMATimeoutError
@@ -48,6 +48,8 @@ class Registry:
         self._free: list[int] = []
         self._entries: dict[int, Entry] = {}
         self._changed = threading.Condition()
+        self.on_freed: Callable[[Entry], None] = lambda entry: None
+        """Called with a buffer whose memory is found to be its owner's no more."""
 
     def add(self, memory: Memory) -> Entry:
         """Let peers reach ``memory`` until `drop`, which it is kept for."""
@@ -68,12 +70,32 @@ class Registry:
         """Return the buffer.
 
         Raises:
-            BufferGoneError: there is none in ``slot``, or not with this key.
+            BufferGoneError: there is none in ``slot``, or not with this key; or its memory was freed.
         """
         entry = self._entries.get(slot)
         if entry is None or entry.key != key or entry.dropped:
             raise BufferGoneError(gone_text(slot))
+        if not self.is_there(entry):
+            raise BufferGoneError(
+                f"the memory of buffer {slot} was freed or moved by its owner (its storage was resized in place)"
+            )
         return entry
+
+    def is_there(self, entry: Entry) -> bool:
+        """Return whether the buffer's memory is; if not, peers find no key for it from now on."""
+        if entry.memory.is_there():
+            return True
+        with self._changed:
+            if self._entries.get(entry.slot) is entry:
+                self._blocks[entry.slot // BLOCK][entry.slot % BLOCK] = 0
+        self.on_freed(entry)
+        return False
+
+    def look_after(self, slot: int) -> None:
+        """See to it that peers find no key for the buffer in ``slot`` if its memory is gone."""
+        entry = self._entries.get(slot)
+        if entry is not None:
+            self.is_there(entry)
 
     @contextmanager
     def using(self, entry: Entry) -> Iterator[None]:

@@ -85,6 +85,16 @@ class Holder(Actor):
         return RDMABuffer(view)
 
     @endpoint
+    def make_and_free(self, nbytes: int) -> RDMABuffer:
+        """Return a buffer of a tensor whose storage is freed in place, as FSDP does."""
+        import torch
+
+        self.tensor = torch.ones(nbytes, dtype=torch.uint8)
+        buffer = RDMABuffer(self.tensor)
+        self.tensor.untyped_storage().resize_(0)
+        return buffer
+
+    @endpoint
     def make_after_one_is_forgotten(self, nbytes: int, seed: int) -> RDMABuffer:
         shared_memory(nbytes)[:3] = b"old"
         view = memoryview(pattern(nbytes, seed))

@@ -105,6 +105,13 @@ def test_a_killed_owner_is_told(spawn: Spawn, backend: str) -> None:
     assert users.read.call_one(other).get(60)[0] == digest(pattern(1000, 2))
 
 
+def test_a_buffer_whose_storage_was_freed_before_it_was_sent(spawn: Spawn) -> None:
+    holders = spawn(2, "process_vm")
+    buffer = holders.slice(procs=0).make_and_free.call_one(1000).get(60)
+    assert holders.slice(procs=1).read_error.call_one(buffer).get(60)[0] == "BufferGoneError"
+    buffer.drop().get(20)
+
+
 def test_a_stopped_owner_runs_into_the_timeout(spawn: Spawn) -> None:
     owner, user = spawn(1, "tcp"), spawn(1, "tcp")
     buffer = owner.make.call_one(8 * 2**20, 1).get(60)

@@ -185,6 +185,28 @@ def test_a_drop_waits_for_those_who_copy() -> None:
         registry.find(entry.slot, entry.key)
 
 
+@pytest.mark.parametrize("nbytes", [0, 20])
+def test_a_storage_that_is_resized_in_place_is_noticed_where_the_owner_looks(nbytes: int) -> None:
+    registry, freed, tensor = Registry(), [], torch.ones(10)
+    registry.on_freed = freed.append
+    entry = registry.add(memory_of(tensor[2:8]))
+    assert registry.find(entry.slot, entry.key) is entry
+    tensor.untyped_storage().resize_(nbytes)
+    with pytest.raises(BufferGoneError, match="was freed or moved"):
+        registry.find(entry.slot, entry.key)
+    assert freed == [entry]
+    assert registry._blocks[0][entry.slot] == 0, "peers find no key"
+    registry.drop(entry.slot, entry.key, soon())
+
+
+def test_a_tensor_that_gets_another_storage_leaves_the_buffer_its_own() -> None:
+    registry, tensor = Registry(), torch.ones(10)
+    entry = registry.add(memory_of(tensor))
+    tensor.data = torch.zeros(10)
+    assert registry.find(entry.slot, entry.key) is entry
+    assert bytes(view_of(entry.memory.address, 40)) == torch.ones(10).numpy().tobytes()
+
+
 def test_a_slot_used_again_has_another_key() -> None:
     registry = Registry()
     first = registry.add(memory_of(memoryview(bytearray(10))))
