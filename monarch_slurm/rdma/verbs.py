@@ -18,7 +18,7 @@ import resource
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from monarch_slurm.config import settings
@@ -37,6 +37,7 @@ from monarch_slurm.rdma.errors import (
     RegistrationError,
 )
 from monarch_slurm.rdma.gpu_direct import GpuDirect
+from monarch_slurm.rdma.lanes import Lanes
 from monarch_slurm.rdma.memory import Stager
 from monarch_slurm.rdma.options import chunk_bytes, transports
 from monarch_slurm.rdma.registry import Entry, Registry
@@ -47,9 +48,13 @@ logger = logging.getLogger(__name__)
 _DEPTH = 16
 """Chunks under way on one queue pair."""
 _CHUNK_BYTES = 2**20
+_MAX_LANES = 4
+"""Batches at a time to one owner, each with queue pairs of its own."""
 
 Fields = dict[str, Any]
 Ask = Callable[[str, Fields, float], Fields]
+Buffer = tuple[int, int]
+"""Slot and key."""
 
 
 class VerbsHost:
@@ -215,6 +220,13 @@ class RegistrationCache:
         return len(self._kept)
 
 
+class _Lane:
+    """Queue pairs to an owner, for one batch at a time; None before they are connected."""
+
+    def __init__(self) -> None:
+        self.link: Any = None
+
+
 class VerbsEngine:
     """Transfers from and to one process.
 
@@ -229,68 +241,73 @@ class VerbsEngine:
     def __init__(self, host: VerbsHost, ask: Ask) -> None:
         self._host = host
         self._ask = ask
-        self._lock = threading.Lock()
-        self._link: Any = None
-        self._rkeys: dict[tuple[int, int], int] = {}
+        self._lanes = Lanes(_Lane, 1, _MAX_LANES)
+        self._rkeys: dict[int, tuple[int, int]] = {}
+        """By slot: key of the buffer that was last known there, and the device's key for it."""
         self._lost = ""
 
     def transfer(self, ops: Sequence[Op], deadline: float) -> None:
         """See `Engine.transfer`."""
-        if not self._lock.acquire(timeout=remaining(deadline)):
-            remaining(deadline)
+        rkeys = self._learn_keys({(op.target.slot, op.target.key) for op in ops}, deadline)
+        (lane,) = self._lanes.take(1, deadline)
         try:
-            self._learn_keys({(op.target.slot, op.target.key) for op in ops}, deadline)
             try:
                 regions = self._regions(ops)
             except NoDirectWayError:  # local memory of a GPU; the owner's is reached all the same
                 with on_host(ops) as hosted:
-                    self._run(hosted, self._regions(hosted), deadline)
+                    self._run(lane, hosted, self._regions(hosted), rkeys, deadline)
             else:
-                self._run(ops, regions, deadline)
+                self._run(lane, ops, regions, rkeys, deadline)
         finally:
-            self._lock.release()
+            self._lanes.give([lane])
 
     def _regions(self, ops: Sequence[Op]) -> list[Any]:
         cache = self._host.cache
         return [cache.get(op.address, op.nbytes, not op.write, op.anchor, op.stager) for op in ops]
 
-    def _run(self, ops: Sequence[Op], regions: Sequence[Any], deadline: float) -> None:
+    def _run(
+        self, lane: _Lane, ops: Sequence[Op], regions: Sequence[Any], rkeys: dict[Buffer, int], deadline: float
+    ) -> None:
         copies = [
-            (op.write, op.address, region.lkey, op.target.address, self._rkey(op.target), op.nbytes)
+            (op.write, op.address, region.lkey, op.target.address, rkeys[op.target.slot, op.target.key], op.nbytes)
             for op, region in zip(ops, regions, strict=True)
         ]
-        if self._link is None:
-            self._link = self._connect(deadline)
-        kind, text = self._link.transfer(copies, min(_CHUNK_BYTES, chunk_bytes()), remaining(deadline))
+        if lane.link is None:
+            lane.link = self._connect(lane, deadline)
+        kind, text = lane.link.transfer(copies, min(_CHUNK_BYTES, chunk_bytes()), remaining(deadline))
         if kind:
-            self._link = None
+            lane.link = None
             raise self._explain(kind, text, [op.target for op in ops], deadline)
 
     def lost(self, reason: str) -> None:
         """See `Engine.lost`."""
         self._lost = reason
-        link = self._link
-        if link is not None:
-            link.cancel()
+        for lane in list(self._lanes.all):
+            link = lane.link
+            if link is not None:
+                link.cancel()
 
     def close(self) -> None:
         """See `Engine.close`."""
-        self._link = None
+        for lane in self._lanes.all:
+            lane.link = None
 
-    def _connect(self, deadline: float) -> Any:
+    def _connect(self, lane: _Lane, deadline: float) -> Any:
         link = self._host.make_link(settings().rdma_qps_per_peer)
-        answer = self._ask("verbs_connect", {**self._host.facts(link), "link": id(self)}, deadline)
+        answer = self._ask("verbs_connect", {**self._host.facts(link), "link": id(lane)}, deadline)
         self._host.connect(link, answer)
         return link
 
-    def _learn_keys(self, buffers: Iterable[tuple[int, int]], deadline: float) -> None:
-        unknown = [buffer for buffer in buffers if buffer not in self._rkeys]
+    def _learn_keys(self, buffers: Collection[Buffer], deadline: float) -> dict[Buffer, int]:
+        """Return the device's keys for ``buffers``."""
+        known = {buffer: self._rkeys.get(buffer[0], (0, 0)) for buffer in buffers}
+        rkeys = {buffer: rkey for buffer, (key, rkey) in known.items() if buffer[1] == key}
+        unknown = [buffer for buffer in buffers if buffer not in rkeys]
         if unknown:
             answer = self._ask("verbs_register", {"buffers": unknown}, deadline)
-            self._rkeys.update(zip(unknown, answer["rkeys"], strict=True))
-
-    def _rkey(self, target: Target) -> int:
-        return self._rkeys[target.slot, target.key]
+            rkeys.update(zip(unknown, answer["rkeys"], strict=True))
+            self._rkeys.update({slot: (key, rkeys[slot, key]) for slot, key in unknown})
+        return rkeys
 
     def _explain(self, kind: str, text: str, targets: Sequence[Target], deadline: float) -> RDMAError:
         port = f"{self._host.port.device} port {self._host.port.number}"
@@ -302,7 +319,7 @@ class VerbsEngine:
             # The device says only that a key opened nothing; the owner knows which buffer is gone.
             buffers = {(target.slot, target.key) for target in targets}
             for buffer in buffers:
-                self._rkeys.pop(buffer, None)
+                self._rkeys.pop(buffer[0], None)
             try:
                 self._learn_keys(buffers, deadline)
             except RDMAError as error:

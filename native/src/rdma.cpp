@@ -289,12 +289,12 @@ Outcome Link::run(const std::vector<Copy>& copies, std::uint64_t chunk_bytes, do
       }
     }
     if (total == 0) return {};
+    // Also while completions keep coming.
+    if (now_ns() > deadline) return {"timeout", "the transfer was not complete within its timeout"};
+    if (cancelled_) return {"cancelled", "the transfer was cancelled"};
     const int count = wait(wcs, 32, deadline);
     if (count < 0) return {"device", "polling the completion queue failed"};
-    if (count == 0) {
-      if (cancelled_) return {"cancelled", "the transfer was cancelled"};
-      return {"timeout", "the transfer was not complete within its timeout"};
-    }
+    if (count == 0) continue;  // the deadline, or cancelled
     for (int i = 0; i < count; ++i) {
       if (wcs[i].status != IBV_WC_SUCCESS) return failed(wcs[i]);
       --under_way[wcs[i].wr_id & 0xffff];

@@ -7,6 +7,28 @@
 
 namespace py = pybind11;
 
+namespace {
+
+// To give memory or queue pairs back takes the device its time, too.
+template <typename T>
+struct DeleteWithoutLock {
+  void operator()(T* object) const {
+    if (PyGILState_Check() == 0) {
+      delete object;
+      return;
+    }
+    const py::gil_scoped_release release;
+    delete object;
+  }
+};
+
+template <typename T, typename... Arguments>
+std::shared_ptr<T> made(Arguments... arguments) {
+  return std::shared_ptr<T>(new T(std::move(arguments)...), DeleteWithoutLock<T>());
+}
+
+}  // namespace
+
 PYBIND11_MODULE(_rdma, m) {
   m.doc() = "ibverbs: devices, memory regions and links";
   py::register_exception<monarch::LibraryMissing>(m, "LibraryMissing");
@@ -30,18 +52,17 @@ PYBIND11_MODULE(_rdma, m) {
       .def_property_readonly("mtu", &Device::mtu)
       .def("port_is_active", &Device::port_is_active, Release());
   py::class_<Region, std::shared_ptr<Region>>(m, "Region")
-      .def(py::init<std::shared_ptr<Device>, std::uint64_t, std::uint64_t, bool, bool>(), Release())
+      .def(py::init(&made<Region, std::shared_ptr<Device>, std::uint64_t, std::uint64_t, bool, bool>), Release())
       .def_static(
           "of_dmabuf",
           [](std::shared_ptr<Device> device, int fd, std::uint64_t offset, std::uint64_t address, std::uint64_t nbytes,
-             bool local_write, bool remote) {
-            return std::make_shared<Region>(std::move(device), fd, offset, address, nbytes, local_write, remote);
-          },
+             bool local_write,
+             bool remote) { return made<Region>(std::move(device), fd, offset, address, nbytes, local_write, remote); },
           Release())
       .def_property_readonly("lkey", &Region::lkey)
       .def_property_readonly("rkey", &Region::rkey);
   py::class_<Link, std::shared_ptr<Link>>(m, "Link")
-      .def(py::init<std::shared_ptr<Device>, int, int>(), Release())
+      .def(py::init(&made<Link, std::shared_ptr<Device>, int, int>), Release())
       .def_property_readonly("numbers", &Link::numbers)
       .def("connect", &Link::connect, Release())
       .def("cancel", &Link::cancel)
