@@ -31,6 +31,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ PLATFORMS = ("rocm", "cuda", "none")
 
 _log = logging.getLogger(__name__)
 _loaded: dict[tuple[str, str], ModuleType] = {}
+_loading = threading.Lock()  # a second thread would get a module that is not filled yet
 
 
 class NativeBuildError(MonarchSlurmError):
@@ -166,8 +168,13 @@ def load_native(name: str, *, platform: str | None = None) -> ModuleType:
         NativeBuildError: it is not built and cannot be.
     """
     platform = platform or gpu_platform()
-    if (name, platform) in _loaded:
+    with _loading:
+        if (name, platform) not in _loaded:
+            _loaded[name, platform] = _load(name, platform)
         return _loaded[name, platform]
+
+
+def _load(name: str, platform: str) -> ModuleType:
     qualified = f"monarch_slurm._{platform}.{name}"  # pybind11 knows one module of each name
     recipe = _recipe(name, platform, strict=False)
     if not recipe.target.is_file():
@@ -180,7 +187,6 @@ def load_native(name: str, *, platform: str | None = None) -> ModuleType:
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    _loaded[name, platform] = module
     return module
 
 

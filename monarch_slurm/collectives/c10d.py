@@ -9,6 +9,10 @@ have chosen its GPU (``torch.cuda.set_device``) before. A group joins at once, a
 A group that is made in an endpoint of an actor is told by the control plane when the process of a rank dies: within
 milliseconds its operations end on the other ranks, and the next one raises ``torch.distributed.DistBackendError`` with
 the rank and the reason. Elsewhere only what RCCL or NCCL find out themselves ends a group.
+
+What differs from torch's NCCL backend: nothing ends an operation that takes too long; the group's ``timeout`` is for
+joining, for ``barrier``, and for ``destroy_process_group``, which waits for what was started. Reductions are SUM,
+PRODUCT, MAX, MIN, AVG and PREMUL_SUM. An operation that cannot be right on this rank raises before anything is sent.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from monarch_slurm.wire import Address
 BACKEND = "monarch"
 _streams: list[torch.cuda.Stream] = []  # as long-lived as the process: a group's last operations may still run
 _groups: list[tuple[CclTransport, Membership]] = []
+_lock = threading.Lock()
 
 
 class Group(NamedTuple):
@@ -44,7 +49,9 @@ class Group(NamedTuple):
     """Where its operations run."""
 
 
-def join_group(store: Any, rank: int, size: int, timeout: timedelta, runtime: Runtime | None) -> Group:
+def join_group(
+    store: Any, rank: int, size: int, timeout: timedelta, runtime: Runtime | None, device_type: str = "cuda"
+) -> Group:
     """Meet the other ranks at ``store`` and make a group on the current GPU; blocks until all are there.
 
     Args:
@@ -53,6 +60,7 @@ def join_group(store: Any, rank: int, size: int, timeout: timedelta, runtime: Ru
         size: number of ranks.
         timeout: how long to wait for the others.
         runtime: the actor runtime of this process, which hears of deaths; None: nobody tells.
+        device_type: torch's name of it; there is a device module of that name that is like ``torch.cuda``.
 
     Raises:
         PeerLostError: a rank's process ended meanwhile.
@@ -61,8 +69,10 @@ def join_group(store: Any, rank: int, size: int, timeout: timedelta, runtime: Ru
     if rank == 0:
         store.set("unique_id", invite("ccl")[0].token)
     token = bytes(store.get("unique_id"))
+    native = load_native("_c10d")  # before the others are met: the first time it is compiled
     processes = _processes(store, rank, size, runtime)
-    device = torch.device("cuda", torch.cuda.current_device())
+    devices: Any = torch.get_device_module(device_type)
+    device = torch.device(device_type, devices.current_device())
     fate = _Fate()
     membership = enroll(runtime, processes, fate.lost)
     try:
@@ -73,12 +83,13 @@ def join_group(store: Any, rank: int, size: int, timeout: timedelta, runtime: Ru
         if fate.error is not None:
             raise fate.error from None
         raise
-    _tidy()
-    _groups.append((transport, membership))
-    stream: Any = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-    _streams.append(stream)
+    stream = devices.Stream(device, priority=-1)
+    with _lock:
+        _tidy()
+        _groups.append((transport, membership))
+        _streams.append(stream)
     comm = transport.comm.capsule()
-    backend = load_native("_c10d").create(rank, size, comm, stream.stream_id, device.index, stream.cuda_stream)
+    backend = native.create(rank, size, comm, stream, stream.cuda_stream, timeout.total_seconds())
     return Group(backend, transport, stream)
 
 
@@ -123,9 +134,10 @@ class _Fate:
             raise error
 
 
-def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+def _create(store: Any, rank: int, size: int, timeout: timedelta, device_type: str = "cuda") -> Any:
     here = current_context()
-    return join_group(store, rank, size, timeout, here.actor_instance.runtime if here is not None else None).backend
+    runtime = here.actor_instance.runtime if here is not None else None
+    return join_group(store, rank, size, timeout, runtime, device_type).backend
 
 
 def _processes(store: Any, rank: int, size: int, runtime: Any) -> list[Address | None]:

@@ -65,7 +65,7 @@ class CclTransport:
 
         def run() -> None:
             try:
-                torch.cuda.set_device(device)
+                torch.get_device_module(device).set_device(device)
                 made = init(ccl, token, size, rank)
             except BaseException as error:  # the joining thread gets it
                 made = error

@@ -93,7 +93,10 @@ class Comm {
 
   int size() const noexcept { return size_; }
   int rank() const noexcept { return rank_; }
-  bool aborted() const noexcept { return comm_.load(std::memory_order_acquire) == nullptr; }
+  // Ended, by `abort` or `destroy`.
+  bool aborted() const noexcept { return comm_.load() == nullptr; }
+  // Why `abort` ended it; empty while it lives, and after `destroy`.
+  std::string failure() const;
 
   void all_reduce(const void* send, void* recv, std::size_t count, int type, int op, void* stream);
   void all_gather(const void* send, void* recv, std::size_t count, int type, void* stream);
@@ -120,17 +123,45 @@ class Comm {
   void destroy();
 
  private:
+  // A call of the library that has the communicator in hand.
+  class Use;
   // The library's communicator; throws Aborted once there is none.
   void* live() const;
-  // Takes it away, for good and with a reason; null if somebody else did before.
-  void* end(const std::string& reason);
+  // Takes it away, for good and with a reason; null if somebody else did before. Gives calls that go on a moment to
+  // return, as the library frees the communicator; no more, as one that waits for a peer returns only when it does.
+  void* end(const std::string& reason, bool failed);
 
   std::shared_ptr<Ccl> ccl_;
   std::atomic<void*> comm_;  // null once it was ended
+  std::atomic<int> in_use_{0};
+  std::atomic<bool> failed_{false};
   int size_;
   int rank_;
   mutable std::mutex mutex_;  // guards the end of comm_, and reason_
   std::string reason_;
+};
+
+// Calls that the library starts as one. Ended on every way out, as the library counts starts and ends of each thread.
+class Group {
+ public:
+  explicit Group(Comm& comm) : comm_(comm) { comm_.group_start(); }
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+  ~Group() {
+    try {
+      if (open_) comm_.group_end();
+    } catch (const Error&) {  // an error is on its way already, and that one says what was wrong
+      open_ = false;
+    }
+  }
+  void end() {
+    open_ = false;
+    comm_.group_end();
+  }
+
+ private:
+  Comm& comm_;
+  bool open_ = true;
 };
 
 }  // namespace monarch::ccl

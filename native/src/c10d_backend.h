@@ -2,45 +2,28 @@
 // streams and events are torch's device-generic ones, and the raw stream handle comes from Python.
 #pragma once
 
-#include <c10/core/Event.h>
-
 #include <functional>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
+#include "c10d_work.h"
 #include "ccl.h"
 
 namespace monarch {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-using Tensors = std::vector<at::Tensor>;
-
-// An operation on the backend's stream. wait() orders the caller's stream behind it; it does not block the host.
-class StreamWork : public c10d::Work {
- public:
-  StreamWork(int rank, c10d::OpType type, std::shared_ptr<ccl::Comm> comm, c10::Stream stream, Tensors outputs);
-  bool isCompleted() override;
-  bool isSuccess() const override;
-  void synchronize() override;
-  bool wait(std::chrono::milliseconds timeout) override;
-  Tensors result() override { return outputs_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-
- private:
-  std::shared_ptr<ccl::Comm> comm_;
-  c10::Device device_;
-  c10::Event event_;
-  Tensors outputs_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-};
 
 class MonarchBackend : public c10d::Backend {
  public:
-  // `stream` is where operations run, `handle` its raw handle; its owner keeps it while the backend lives.
-  MonarchBackend(int rank, int size, std::shared_ptr<ccl::Comm> comm, c10::Stream stream, void* handle);
+  // `stream` is where operations run, `handle` its raw handle; its owner keeps it while the backend lives. `timeout` is
+  // how long a barrier, and the end of the group, wait for other ranks.
+  MonarchBackend(int rank, int size, std::shared_ptr<ccl::Comm> comm, c10::Stream stream, void* handle,
+                 Milliseconds timeout);
+  ~MonarchBackend() override;
+  MonarchBackend(const MonarchBackend&) = delete;
+  MonarchBackend& operator=(const MonarchBackend&) = delete;
 
   const std::string getBackendName() const override { return "monarch"; }
   bool supportsCoalescing() const override { return true; }
@@ -69,21 +52,45 @@ class MonarchBackend : public c10d::Backend {
   WorkPtr send(Tensors& tensors, int peer, int tag) override;
   WorkPtr recv(Tensors& tensors, int peer, int tag) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  // Ends what runs; from any thread.
   void abort() override;
+  // Waits for what was started, at most the group's timeout.
   void shutdown() override;
 
  private:
-  // Runs `enqueue` on the backend's stream, behind what is on the caller's; `touched` must outlive it on the device.
-  WorkPtr launch(c10d::OpType type, const Tensors& touched, const Tensors& outputs,
-                 const std::function<void()>& enqueue);
-  void group(const std::function<void()>& calls);
-  void check(const at::Tensor& tensor, const char* what) const;
+  using Step = std::function<void()>;
+  struct Operation {
+    c10::intrusive_ptr<StreamWork> work;
+    Tensors touched;  // must outlive it on the device
+    Step enqueue;
+    Step after;  // enqueued behind it, may be empty
+  };
+  // An operation that is refused takes its coalescing block with it: nobody is going to end that.
+  class Attempt;
+
+  // Starts an operation behind what is on the caller's stream, or collects it when a coalescing block is open.
+  WorkPtr launch(c10d::OpType type, Tensors touched, Tensors outputs, Step enqueue, Step after = {},
+                 Milliseconds host_timeout = Milliseconds(0));
+  void start(std::vector<Operation>& operations, bool as_group);
+  void give_up_block();
+  c10::Device device() const { return stream_.device(); }
+  at::Tensor scratch(int64_t rows, const at::Tensor& like) const;
+  WorkPtr reduce_each(c10d::OpType type, const Tensors& tensors, const c10d::ReduceOp& op, const char* what);
+  WorkPtr gather_each(c10d::OpType type, const Tensors& outputs, const Tensors& inputs, const char* what);
+  WorkPtr scatter_each(c10d::OpType type, const Tensors& outputs, const Tensors& inputs, const c10d::ReduceOp& op,
+                       const char* what);
+  Tensors list_of_root(const std::vector<Tensors>& lists, const at::Tensor& own, int root, const char* what) const;
+  at::Tensor one_for(const Tensors& tensors, int peer, const char* what) const;
+  void grouped(std::size_t n, const std::function<void(std::size_t)>& call);
   void send_bytes(const at::Tensor& tensor, int peer);
   void recv_bytes(const at::Tensor& tensor, int peer);
 
   std::shared_ptr<ccl::Comm> comm_;
   c10::Stream stream_;
   void* handle_;
+  Milliseconds timeout_;
+  bool collecting_ = false;
+  std::vector<Operation> collected_;
 };
 
 }  // namespace monarch

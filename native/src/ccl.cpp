@@ -1,5 +1,7 @@
 #include "ccl.h"
 
+#include <chrono>
+#include <thread>
 #include <utility>
 
 #include "platform.h"
@@ -78,14 +80,42 @@ Comm::~Comm() {
 }
 
 void* Comm::live() const {
-  void* comm = comm_.load(std::memory_order_acquire);
+  void* comm = comm_.load();
   if (comm != nullptr) return comm;
   const std::lock_guard<std::mutex> lock(mutex_);
   throw Aborted(reason_);
 }
 
+std::string Comm::failure() const {
+  if (!failed_) return {};
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return reason_;
+}
+
+class Comm::Use {
+ public:
+  explicit Use(Comm& comm) : in_use_(comm.in_use_) {
+    ++in_use_;  // before it is looked at: `end` takes it away before it looks at this
+    try {
+      handle_ = comm.live();
+    } catch (const Error&) {
+      --in_use_;
+      throw;
+    }
+  }
+  ~Use() { --in_use_; }
+  Use(const Use&) = delete;
+  Use& operator=(const Use&) = delete;
+  void* handle() const { return handle_; }
+
+ private:
+  std::atomic<int>& in_use_;
+  void* handle_ = nullptr;
+};
+
 #define MONARCH_CCL_CALL(name, call) \
-  void* comm = live();               \
+  const Use use(*this);              \
+  void* comm = use.handle();         \
   const int result = call;           \
   if (result != 0) {                 \
     live();                          \
@@ -120,15 +150,19 @@ void Comm::recv(void* buffer, std::size_t count, int type, int peer, void* strea
   MONARCH_CCL_CALL("Recv", ccl_->table().recv(buffer, count, type, peer, comm, stream))
 }
 
+// From its start to its end a group is in use, as the library keeps the communicators of its calls.
 void Comm::group_start() {
-  live();
+  const Use use(*this);
   ccl_->check(ccl_->table().group_start(), "GroupStart");
+  ++in_use_;
 }
 
 void Comm::group_end() {
   // Ended also after an abort: the library counts starts and ends per thread, whatever happened between.
   const int result = ccl_->table().group_end();
-  ccl_->check(result, "GroupEnd", live());
+  --in_use_;
+  const Use use(*this);
+  ccl_->check(result, "GroupEnd", use.handle());
 }
 
 int Comm::pre_mul_sum(void* factor, bool on_device, int type) {
@@ -142,27 +176,29 @@ int Comm::pre_mul_sum(void* factor, bool on_device, int type) {
 }
 
 void Comm::drop_op(int op) noexcept {
-  void* comm = comm_.load(std::memory_order_acquire);
+  ++in_use_;
+  void* comm = comm_.load();
   if (comm != nullptr) ccl_->table().drop_op(op, comm);  // it has gone with an aborted communicator
+  --in_use_;
 }
 
 #undef MONARCH_CCL_CALL
 
 std::shared_ptr<Comm> Comm::split(int color, int key, int new_size, int new_rank) {
-  void* comm = live();
+  const Use use(*this);
   if (ccl_->table().split == nullptr) {
     throw LibraryMissing(std::string(kWhat) + " (" + ccl_->path() + ") cannot split: it is older than 2.18");
   }
   void* made = nullptr;
   Config config;
-  const int result = ccl_->table().split(comm, color < 0 ? -1 : color, key, &made, &config);
+  const int result = ccl_->table().split(use.handle(), color < 0 ? -1 : color, key, &made, &config);
   ccl_->check(result, "CommSplit", live());
   return color < 0 ? nullptr : std::make_shared<Comm>(ccl_, made, new_size, new_rank);
 }
 
 std::string Comm::async_error() {
   const std::lock_guard<std::mutex> lock(mutex_);  // so that the communicator is not ended meanwhile
-  void* comm = comm_.load(std::memory_order_acquire);
+  void* comm = comm_.load();
   if (comm == nullptr) return reason_;
   int error = 0;
   ccl_->table().async_error(comm, &error);
@@ -173,19 +209,27 @@ std::string Comm::async_error() {
 }
 
 void Comm::abort(const std::string& reason) {
-  if (void* comm = end(reason)) ccl_->table().abort(comm);
+  if (void* comm = end(reason.empty() ? "the communicator was aborted" : reason, true)) ccl_->table().abort(comm);
 }
 
 void Comm::destroy() {
-  if (void* comm = end("the communicator was closed")) ccl_->check(ccl_->table().destroy(comm), "CommDestroy");
+  if (void* comm = end("the communicator was closed", false)) ccl_->check(ccl_->table().destroy(comm), "CommDestroy");
 }
 
-void* Comm::end(const std::string& reason) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  void* comm = comm_.load(std::memory_order_acquire);
-  if (comm == nullptr) return nullptr;
-  reason_ = reason;
-  comm_.store(nullptr, std::memory_order_release);
+void* Comm::end(const std::string& reason, bool failed) {
+  void* comm = nullptr;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    comm = comm_.load();
+    if (comm == nullptr) return nullptr;
+    reason_ = reason;
+    failed_ = failed;
+    comm_ = nullptr;
+  }
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(100);
+  while (in_use_ > 0 && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
   return comm;
 }
 

@@ -1,4 +1,4 @@
-"""The backend is known to torch, and says what is missing where there is no GPU."""
+"""The backend is known to torch, says what is missing where there is no GPU, and does all of its operations right."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 dist = pytest.importorskip("torch.distributed")
+
+ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import sys, torch.distributed as dist
@@ -38,3 +40,13 @@ def test_without_the_library_the_error_says_what_to_install(tmp_path: Path) -> N
     done = subprocess.run(program, capture_output=True, text=True, env=environment)
     assert done.returncode == 1
     assert "cannot load NCCL: install it" in done.stderr or "cannot load RCCL: install" in done.stderr
+
+
+@pytest.mark.slow
+def test_on_a_device_of_host_memory() -> None:
+    """`c10d_cases`, in a process of its own."""
+    program = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=100"]
+    program.append(str(ROOT / "tests" / "collectives" / "c10d_cases.py"))
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
+    assert " passed" in done.stdout

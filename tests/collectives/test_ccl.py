@@ -22,7 +22,7 @@ from monarch_slurm.collectives.peers import enroll, lose  # noqa: E402
 from monarch_slurm.errors import MonarchSlurmError  # noqa: E402
 from monarch_slurm.native_build import load_native  # noqa: E402
 
-FLOAT, BYTE, SUM, MAX = 7, 1, 0, 2
+FLOAT, BYTE, NO_TYPE, SUM, MAX = 7, 1, 99, 0, 2
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_every_operation(library: Path) -> None:
 def test_errors_have_the_call_and_the_librarys_own_text(library: Path) -> None:
     comm = on_ranks(library, 1, lambda comm: comm)[0]
     with pytest.raises(MonarchSlurmError, match=r"NCCL: AllReduce failed: error 4 \(invalid argument\): from the fake"):
-        comm.all_reduce(0, 0, 0, BYTE, SUM, 0)
+        comm.all_reduce(0, 0, 0, NO_TYPE, SUM, 0)
 
 
 def test_an_abort_ends_what_waits(library: Path) -> None:
