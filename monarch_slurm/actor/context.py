@@ -141,6 +141,7 @@ class Context:
 
 _current: contextvars.ContextVar[Context | None] = contextvars.ContextVar("monarch_slurm_context", default=None)
 _boot_client: Callable[[], Instance] | None = None
+_proc_runtime: Runtime | None = None
 _make_proc_mesh: Callable[[ProcLayout, Shape], ProcMesh] | None = None
 _make_children: Callable[[Instance], list[ActorMesh[Any] | ProcMesh]] | None = None
 
@@ -154,6 +155,17 @@ def set_client_boot(boot: Callable[[], Instance] | None) -> None:
     """Say how the root instance is made when code outside of any actor asks for its context."""
     global _boot_client
     _boot_client = boot
+
+
+def set_proc_runtime(runtime: Runtime) -> None:
+    """Say which runtime this process has, as a proc."""
+    global _proc_runtime
+    _proc_runtime = runtime
+
+
+def process_runtime() -> Runtime:
+    """Return the runtime of this process, on any of its threads."""
+    return _proc_runtime if _proc_runtime is not None else context().actor_instance.runtime
 
 
 def may_boot_client() -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from monarch_slurm.actor import driving
 from monarch_slurm.actor.birth import make_cell
 from monarch_slurm.actor.code_sync.receiver import set_agent_folder
-from monarch_slurm.actor.context import set_client_boot
+from monarch_slurm.actor.context import set_client_boot, set_proc_runtime
 from monarch_slurm.actor.debugger.hook import Debugging, call_ended
 from monarch_slurm.actor.direct import DirectLinks
 from monarch_slurm.actor.direct_link import kill_message
@@ -64,6 +64,7 @@ class _Proc:
         send = not_in_forks(self._direct.send)
         self._runtime = Runtime(address, spec.host_name, send, make_cell, spec.incarnation)
         self._runtime.local_host = spec.host
+        set_proc_runtime(self._runtime)
         set_agent_folder(Path(spec.agent_socket).parent)
         self._runtime.cells.on_failed = self._fail
         self._exit_code = 0

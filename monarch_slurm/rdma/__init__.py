@@ -7,6 +7,7 @@ Source-compatible with Monarch's ``monarch.rdma``. The map of this folder:
 others
 - `registry`, `memory`: what can be reached, and where it lies; `slot_locks`: what drops wait for
 - `local`, `samehost`, `verbs`, `tcp_client`, `tcp_server`: the engines, best first
+- `registration`: local memory that stays registered; `lanes`: connections lent to batches
 - `choice`, `options`: which may be used; `records`: which were used
 
 The engines know nothing of actors; only `buffer`, `manager`, `peer` and `control` do.

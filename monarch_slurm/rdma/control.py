@@ -15,7 +15,7 @@ from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.actor.watching import watch_process
 from monarch_slurm.rdma import errors
 from monarch_slurm.rdma.engine import remaining
-from monarch_slurm.rdma.errors import PeerLostError, RDMAError, RDMATimeoutError
+from monarch_slurm.rdma.errors import NoDirectWayError, PeerLostError, RDMAError, RDMATimeoutError
 from monarch_slurm.wire import Address, pack, unpack
 from monarch_slurm.wire.bulk import in_place
 from monarch_slurm.wire.pickling import Buffer
@@ -80,8 +80,10 @@ class Control:
             raise PeerLostError(f"the owner of the buffer is gone: {why[0]}")
         answer = got[0]
         if "error" in answer:
-            kind_of_error = getattr(errors, answer["error"], RDMAError)
-            raise kind_of_error(answer["text"])
+            error = getattr(errors, answer["error"], RDMAError)(answer["text"])
+            if isinstance(error, NoDirectWayError):
+                error.lasting = answer["lasting"]
+            raise error
         return answer
 
     def watch(self, process: Address, on_lost: Callable[[str], None]) -> None:
@@ -97,7 +99,8 @@ class Control:
         try:
             answer = self._answers[kind](Address(host, proc), fields)
         except RDMAError as error:
-            answer = {"error": type(error).__name__, "text": str(error)}
+            lasting = getattr(error, "lasting", False)
+            answer = {"error": type(error).__name__, "text": str(error), "lasting": lasting}
         except Exception as error:  # whatever it was, the one who asks must not wait for it
             answer = {"error": "RDMAError", "text": f"{kind!r} failed at the owner: {error!r}"}
         self._runtime.post((host, proc, port), 0, VALUE, [pack(answer)])

@@ -12,7 +12,7 @@ from monarch_slurm.rdma.errors import RDMAError, RDMATimeoutError
 from monarch_slurm.rdma.memory import Stager
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Target:
     """A buffer of another process, as its holders know it. The key proves the right to reach it: never print it."""
 
@@ -23,6 +23,9 @@ class Target:
     nbytes: int
     mapping: tuple[int, int, int] | None = None
     """Descriptor in the owner, offset and size of the file behind the memory, if it has one that can be mapped."""
+
+    def __repr__(self) -> str:
+        return f"<Target {self.slot}, {self.nbytes} bytes>"
 
 
 class Op(NamedTuple):

@@ -7,6 +7,7 @@ Which way a process has is found once, and a way that is not the best is told on
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -20,6 +21,9 @@ from monarch_slurm.rdma.errors import NoDirectWayError
 from monarch_slurm.rdma.memory import Stager
 
 logger = logging.getLogger(__name__)
+
+_PASSING = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOSPC})
+"""What says nothing about the way: it may work for the next buffer."""
 
 Export = Callable[[int, int, int], Dmabuf]
 
@@ -45,17 +49,24 @@ class GpuDirect:
         """Return a registration with the open ``device``; it ends when the object dies.
 
         Raises:
-            NoDirectWayError: neither way works here.
+            NoDirectWayError: neither way works here, or now.
         """
+        for_now: dict[str, str] = {}
         for name, way in (("dmabuf", self._by_dmabuf), ("peer memory", self._by_address)):
             if name in self._refused:
                 continue
             try:
                 return way(device, stager, nbytes, local_write, remote)
             except (OSError, MonarchSlurmError) as error:
-                self._refuse(name, str(error.args[-1]))
-        ways = "; ".join(f"{name}: {why}" for name, why in self._refused.items())
-        raise NoDirectWayError(f"{self._port} cannot reach the GPU's memory ({ways})")
+                why = str(error.args[-1])
+                if isinstance(error, OSError) and error.args[0] in _PASSING:
+                    for_now[name] = why
+                else:
+                    self._refuse(name, why)
+        ways = "; ".join(f"{name}: {why}" for name, why in {**self._refused, **for_now}.items())
+        refusal = NoDirectWayError(f"{self._port} cannot reach the GPU's memory ({ways})")
+        refusal.lasting = not for_now
+        raise refusal
 
     def _by_dmabuf(self, device: Any, stager: Stager, nbytes: int, local_write: bool, remote: bool) -> Any:
         address = stager.bytes.data_ptr()

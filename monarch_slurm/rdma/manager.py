@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from monarch_slurm.actor.client import client
-from monarch_slurm.actor.context import context
+from monarch_slurm.actor.context import process_runtime
 from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.config import settings
 from monarch_slurm.host.identity import ADDRESS_VARIABLE, pid_space
@@ -256,16 +256,15 @@ _manager_lock = threading.Lock()
 
 
 def manager() -> Manager:
-    """Return the transfer manager of this process, made with the first call, which must come from an actor or the
-    client.
+    """Return the transfer manager of this process, made with the first call.
 
     Raises:
-        RuntimeError: the process was forked from one that had a manager, or the thread belongs to no actor.
+        RuntimeError: the process was forked from one that had a manager, or is no process of a job.
     """
     global _manager
     with _manager_lock:
         if _manager is None:
-            _manager = Manager(context().actor_instance.runtime)
+            _manager = Manager(process_runtime())
         if _manager.pid != os.getpid():
             raise RuntimeError("this process was forked from one that transfers buffers; spawn a proc instead")
         return _manager

@@ -141,6 +141,21 @@ def memory_of(data: Any) -> Memory:
     )
 
 
+def extent_of(anchor: Any) -> tuple[int, int] | None:
+    """Return address and bytes of all of the memory that an anchor of `Memory` stands for, or None."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(anchor, torch.UntypedStorage):
+        return anchor.data_ptr(), anchor.nbytes()
+    try:
+        view = memoryview(anchor)
+    except (TypeError, ValueError, BufferError):  # closed, for instance
+        return None
+    if not view.c_contiguous:
+        return None
+    export = _Export(view)
+    return export.address, export.nbytes
+
+
 def host_bytes(nbytes: int, near: Stager) -> Memory:
     """Return fresh host memory of ``nbytes`` to bounce through, page-locked if ``near`` is on a GPU."""
     return memory_of(near.pinned(nbytes))

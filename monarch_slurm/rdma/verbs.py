@@ -2,22 +2,19 @@
 
 One device, port and address per process (see `verbs_devices`). An asking process makes a few reliable queue pairs to an
 owner, whose manager answers with as many; afterwards only the device works. Memory is registered when it is first used:
-an owner's buffer until it is dropped, local memory until its object dies or the cache is full. When a transfer fails,
-its queue pairs are destroyed, so that nothing touches local memory any more; the next one makes new ones.
-
-The cache cannot see a storage that is resized in place (``storage.resize_``): do not do that between transfers of the
-same tensor.
+an owner's buffer until it is dropped, local memory as `registration` says. When a transfer fails, its queue pairs are
+destroyed, so that nothing touches local memory any more; the next one makes new ones.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import resource
 import threading
-import weakref
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -40,6 +37,7 @@ from monarch_slurm.rdma.gpu_direct import GpuDirect
 from monarch_slurm.rdma.lanes import Lanes
 from monarch_slurm.rdma.memory import Stager
 from monarch_slurm.rdma.options import chunk_bytes, transports
+from monarch_slurm.rdma.registration import RegistrationCache
 from monarch_slurm.rdma.registry import Entry, Registry
 from monarch_slurm.wire import Address
 
@@ -168,58 +166,6 @@ class VerbsHost:
         del known
 
 
-class RegistrationCache:
-    """Registrations of local memory, kept while the object that the memory belongs to lives, and while there is room.
-
-    Args:
-        register: registers memory: address, bytes, whether it will be written, whether peers reach it, its stager.
-        limit: bytes that stay registered.
-    """
-
-    def __init__(self, register: Callable[[int, int, bool, bool, Stager | None], Any], limit: int) -> None:
-        self._register = register
-        self._limit = limit
-        self._lock = threading.RLock()
-        self._kept: OrderedDict[tuple[int, int, int, bool], Any] = OrderedDict()
-        self._watched: dict[int, weakref.finalize[Any, Any]] = {}
-        self.nbytes = 0
-        self.hits = 0
-
-    def get(self, address: int, nbytes: int, write: bool, anchor: object | None, stager: Stager | None = None) -> Any:
-        """Return a registration; it is valid as long as the caller holds it."""
-        if anchor is None:
-            return self._register(address, nbytes, write, False, stager)
-        key = (id(anchor), address, nbytes, write)
-        with self._lock:
-            region = self._kept.get(key)
-            if region is not None:
-                self._kept.move_to_end(key)
-                self.hits += 1
-                return region
-        region = self._register(address, nbytes, write, False, stager)
-        with self._lock:
-            if id(anchor) not in self._watched:
-                self._watched[id(anchor)] = weakref.finalize(anchor, self._forget, id(anchor))
-                self._watched[id(anchor)].atexit = False
-            if key not in self._kept:
-                self._kept[key] = region
-                self.nbytes += nbytes
-            while self.nbytes > self._limit and self._kept:
-                (_, _, old, _), _ = self._kept.popitem(last=False)
-                self.nbytes -= old
-        return region
-
-    def _forget(self, anchor: int) -> None:
-        with self._lock:
-            self._watched.pop(anchor, None)
-            for key in [key for key in self._kept if key[0] == anchor]:
-                del self._kept[key]
-                self.nbytes -= key[2]
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-
 class _Lane:
     """Queue pairs to an owner, for one batch at a time; None before they are connected."""
 
@@ -344,8 +290,12 @@ def registration_text(code: int, nbytes: int, device: str) -> str:
     return text
 
 
+_LOOK_AGAIN_SECONDS = 10.0
+"""A port that is down at the first look may come up."""
+
 _host: VerbsHost | None = None
 _host_pid = 0
+_look_again_at = 0.0
 _host_lock = threading.Lock()
 
 
@@ -355,23 +305,29 @@ def verbs_host() -> VerbsHost | None:
     Raises:
         ConfigError: the setting ``rdma_ibverbs_target`` is wrong, or names what is not there.
     """
-    global _host, _host_pid
+    global _host, _host_pid, _look_again_at
     if "ibverbs" not in transports():
         return None
     with _host_lock:
         if _host_pid != os.getpid():
-            _host, _host_pid = _find(settings().rdma_ibverbs_target), os.getpid()
+            _host, _host_pid, _look_again_at = None, os.getpid(), 0.0
+        if _host is None and time.monotonic() >= _look_again_at:
+            port = _port(settings().rdma_ibverbs_target)
+            # What is wrong with a device, or with the native module, has been told and is not asked again.
+            _look_again_at = time.monotonic() + _LOOK_AGAIN_SECONDS if port is None else math.inf
+            _host = _open(port) if port is not None else None
         return _host
 
 
-def _find(target: str) -> VerbsHost | None:
+def _port(target: str) -> verbs_devices.Port | None:
     ports = verbs_devices.ports()
     if not ports:
         return None
-    nodes, gpu = verbs_devices.own_numa_nodes(), verbs_devices.own_gpu()
-    port = verbs_devices.choose(ports, target, nodes, gpu, verbs_devices.all_gpus)
-    if port is None:
-        return None
+    nodes, gpu = verbs_devices.own_numa_nodes(), verbs_devices.own_gpu(verbs_devices.current_gpu())
+    return verbs_devices.choose(ports, target, nodes, gpu, verbs_devices.all_gpus)
+
+
+def _open(port: verbs_devices.Port) -> VerbsHost | None:
     try:
         native = load_native("_rdma")
     except (NativeBuildError, ConfigError, ImportError) as error:

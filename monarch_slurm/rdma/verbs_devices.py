@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,7 +95,7 @@ def choose(
         target: setting ``rdma_ibverbs_target``: empty for the nearest and fastest, ``nic:<name>[:<port>]`` for this
             one, ``cpu:<NUMA node>`` or ``gpu:<index>`` for the one that is nearest to these.
         numa_nodes: those that this process runs on.
-        gpu: `bridges` of the GPU that this process uses; empty if there is none, or several.
+        gpu: `bridges` of the GPU that this process uses; empty if that is not known.
         gpus: returns `bridges` of every GPU of this host, in the order of their indices.
 
     Raises:
@@ -137,14 +138,29 @@ def all_gpus(pci_devices: Path = Path("/sys/bus/pci/devices")) -> list[tuple[str
     return [bridges(pci_devices / device.pci_address) for device in found]
 
 
-def own_gpu(pci_devices: Path = Path("/sys/bus/pci/devices")) -> tuple[str, ...]:
-    """Return `bridges` of the one GPU that this process may see; nothing if there are several, or none."""
+def own_gpu(current: int | None = None, pci_devices: Path = Path("/sys/bus/pci/devices")) -> tuple[str, ...]:
+    """Return `bridges` of the GPU that this process uses; nothing if there is none, or that is not known.
+
+    Args:
+        current: index of its current device, among those that it may see. Not needed if that is one.
+        pci_devices: the kernel's folder of them.
+    """
     devices = [device for device in gpu_devices() if device.platform == gpu_platform()]
     try:
         seen = visible_indices(gpu_platform(), len(devices), [device.uuid for device in devices], os.environ)
     except VisibilityError:
         return ()
-    return bridges(pci_devices / devices[seen[0]].pci_address) if len(seen) == 1 else ()
+    if len(seen) == 1:
+        current = 0
+    if current is None or current >= len(seen):
+        return ()
+    return bridges(pci_devices / devices[seen[current]].pci_address)
+
+
+def current_gpu() -> int | None:
+    """Return the index of torch's current device; None in a process whose torch uses no GPU yet."""
+    torch = sys.modules.get("torch")
+    return torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None
 
 
 def own_numa_nodes(cpus: set[int] | None = None, sysfs: Path = Path("/sys/devices/system/cpu")) -> set[int]:

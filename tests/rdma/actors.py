@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -131,6 +132,14 @@ class Holder(Actor):
         target = bytearray(buffer.size())
         buffer.read_into(memoryview(target), timeout=timeout).get(120)
         return digest(target), recent_transfers()[-1].backend
+
+    @endpoint
+    def read_on_a_plain_thread(self, buffer: RDMABuffer) -> str:
+        target = bytearray(buffer.size())
+        thread = threading.Thread(target=lambda: buffer.read_into(memoryview(target)).get(60))
+        thread.start()
+        thread.join(60)
+        return digest(target)
 
     @endpoint
     def write(self, buffer: RDMABuffer, nbytes: int, seed: int, timeout: int = 60) -> str:

@@ -96,6 +96,31 @@ def test_neither(memory: Any) -> None:
             direct.register("device", Stager(memory), 20_000, True, True)
 
 
+def test_a_shortage_does_not_end_a_way(memory: Any) -> None:
+    native, short = Native(), True
+
+    def export_or_not(address: int, size_bytes: int, device: int) -> Dmabuf:
+        if short:
+            raise OSError(errno.EMFILE, "too many open files")
+        return export(address, size_bytes, device)
+
+    direct = GpuDirect(native, "mlx5_0", export_or_not)
+    direct.register("device", Stager(memory), 20_000, True, False)
+    short = False
+    direct.register("device", Stager(memory), 20_000, True, False)
+    assert [way for way, *_ in native.made] == ["address", "dmabuf"]
+
+
+def test_a_refusal_for_now_is_no_lasting_one(memory: Any) -> None:
+    def none_left(address: int, size_bytes: int, device: int) -> Dmabuf:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    direct = GpuDirect(Native(peer_memory=False), "mlx5_0", none_left)
+    with pytest.raises(NoDirectWayError) as refusal:
+        direct.register("device", Stager(memory), 20_000, True, False)
+    assert not refusal.value.lasting
+
+
 class Link:
     """Queue pairs that note what is to be copied, and do it."""
 

@@ -128,10 +128,11 @@ def test_a_stopped_owner_runs_into_the_timeout(spawn: Spawn) -> None:
 
 def test_the_client_takes_part(spawn: Spawn) -> None:
     owner = spawn(1, "process_vm")
+    mine = RDMABuffer(memoryview(pattern(50_000, 4)))
+    assert owner.read_on_a_plain_thread.call_one(mine).get(60) == digest(pattern(50_000, 4)), "its first use of buffers"
     target = memoryview(bytearray(50_000))
     owner.make.call_one(50_000, 3).get(60).read_into(target).get(60)
     assert target == pattern(50_000, 3)
-    mine = RDMABuffer(memoryview(pattern(50_000, 4)))
     assert owner.read.call_one(mine).get(60)[0] == digest(pattern(50_000, 4))
 
 

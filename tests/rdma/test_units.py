@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
+import ipaddress
 import itertools
 import pickle
 import socket
@@ -12,14 +12,14 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from monarch_slurm.actor.client import client
 from monarch_slurm.errors import ConfigError
-from monarch_slurm.rdma import RDMAAction, RDMABuffer, get_rdma_backend, is_rdma_available
+from monarch_slurm.rdma import RDMAAction, RDMABuffer, get_rdma_backend, is_rdma_available, verbs, verbs_devices
 from monarch_slurm.rdma import tcp_protocol as protocol
 from monarch_slurm.rdma.engine import Begun, Op, Target
 from monarch_slurm.rdma.errors import (
@@ -37,8 +37,8 @@ from monarch_slurm.rdma.registry import Entry, Registry
 from monarch_slurm.rdma.samehost import network_id
 from monarch_slurm.rdma.tcp_client import TcpEngine
 from monarch_slurm.rdma.tcp_server import TcpServer
-from monarch_slurm.rdma.verbs import RegistrationCache, registration_text
-from monarch_slurm.rdma.verbs_devices import bridges, choose, ports
+from monarch_slurm.rdma.verbs import registration_text
+from monarch_slurm.rdma.verbs_devices import Gid, Port, bridges, choose, own_gpu, ports
 from monarch_slurm.rdma.workers import Workers
 
 
@@ -413,27 +413,55 @@ def test_the_device_behind_the_gpus_switch(tmp_path: Path) -> None:
     assert beside.device == "mlx5_3", "the same root"
 
 
-def test_registrations_are_kept_while_their_object_lives() -> None:
-    made: list[tuple[int, int, bool]] = []
+class Gpu(NamedTuple):
+    platform: str
+    uuid: str
+    pci_address: str
 
-    def register(*what: Any) -> object:
-        made.append(what)
-        return object()
 
-    class Anchor:
-        pass
+@pytest.mark.parametrize(
+    ("seen", "current", "expected"),
+    [
+        ("", None, ()),
+        ("1,0", None, ()),
+        ("1", None, ("pci0000:00", "0000:21:00.0")),
+        ("1", 7, ("pci0000:00", "0000:21:00.0")),
+        ("1,0", 0, ("pci0000:00", "0000:21:00.0")),
+        ("1,0", 1, ("pci0000:00", "0000:11:00.0")),
+    ],
+)
+def test_the_gpu_that_a_process_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: str, current: int | None, expected: tuple[str, ...]
+) -> None:
+    gpus = [Gpu("cuda", f"GPU-{index}", f"0000:{index}1:00.0") for index in (1, 2)]
+    for gpu in gpus:
+        slot = tmp_path / f"devices/pci0000:00/{gpu.pci_address[:7]}:00.0" / gpu.pci_address
+        slot.mkdir(parents=True)
+        (tmp_path / gpu.pci_address).symlink_to(slot)
+    monkeypatch.setattr("monarch_slurm.rdma.verbs_devices.gpu_devices", lambda: gpus)
+    monkeypatch.setattr("monarch_slurm.rdma.verbs_devices.gpu_platform", lambda: "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert own_gpu(current, tmp_path) == expected
 
-    cache, anchor = RegistrationCache(register, 1000), Anchor()
-    first = cache.get(0, 400, True, anchor)
-    assert cache.get(0, 400, True, anchor) is first
-    cache.get(0, 400, False, anchor)
-    cache.get(1000, 400, True, anchor)  # 1200 bytes: the oldest goes
-    assert (len(cache), cache.nbytes, cache.hits) == (2, 800, 1)
-    cache.get(0, 8, True, None)
-    assert len(cache) == 2
-    del anchor
-    gc.collect()
-    assert (len(cache), cache.nbytes) == (0, 0)
+
+def test_a_port_that_was_down_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports: list[Any] = []
+    opened: list[Any] = []
+    for name, value in (("_host", None), ("_host_pid", 0), ("_look_again_at", 0.0)):
+        monkeypatch.setattr(verbs, name, value)
+    monkeypatch.setattr(verbs, "_LOOK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(verbs_devices, "ports", lambda: list(ports))
+    monkeypatch.setattr(verbs, "_open", lambda port: opened.append(port) or port)
+    assert verbs.verbs_host() is None
+    ports.append(Port("mlx5_0", 1, Gid(0, ipaddress.IPv6Address("::1"), "RoCE v2"), 0, 100.0))
+    assert verbs.verbs_host() is ports[0]
+    assert verbs.verbs_host() is ports[0]
+    assert opened == ports
+
+
+def test_no_text_has_a_buffers_key() -> None:
+    target = Target(3, 987654321, 0, 0, 8)
+    assert "987654321" not in repr(target) + repr(Op(True, 0, 8, target))
 
 
 def test_a_small_memlock_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
