@@ -154,9 +154,12 @@ def check(titan: Any, ranks: int) -> None:
         )
     if titan.training.steps < 1:
         raise ConfigError(f"--training.steps {titan.training.steps}: at least one is needed")
-    if titan.checkpoint.enable or titan.checkpoint.create_seed_checkpoint:
+    if titan.checkpoint.create_seed_checkpoint:
+        raise ConfigError("--checkpoint.create_seed_checkpoint does not train; replicas start equal without it")
+    if titan.checkpoint.enable and not titan.checkpoint.initial_load_model_only:
         raise ConfigError(
-            "--checkpoint.*: the run saves its state itself; use --save-every and --resume of monarch-slurm train"
+            "--checkpoint.no-initial_load_model_only: only a model can be loaded; to go on with a run, use --resume of "
+            "monarch-slurm train"
         )
     if titan.tokenizer is not None and not os.path.isdir(titan.hf_assets_path):
         raise ConfigError(

@@ -55,9 +55,16 @@ class TitanEngine(DilocoEngine):
     def _open(self) -> Workload:
         self._enter("warmup")
         _show_log()
-        work = _TitanWorkload(self._config, self._place)
+        work = self._titan = _TitanWorkload(self._config, self._place)
         work.warm_up()
         return work
+
+    def _finish(self) -> None:
+        assert self._manager is not None
+        if self._manager.participating_rank() == 0:  # all replicas hold the same model
+            self._enter("save")
+            self._titan.export()
+        super()._finish()
 
 
 class _TitanWorkload:
@@ -88,6 +95,7 @@ class _TitanWorkload:
         torch.autograd.set_multithreading_enabled(False)
         try:
             self._trainer = told.build()
+            self._trainer.checkpointer.load(step=told.checkpoint.load_step)
         except (AssertionError, FileNotFoundError, KeyError, NotImplementedError, TypeError, ValueError) as error:
             # A new start would only meet it again.
             self.replica.close()
@@ -102,6 +110,11 @@ class _TitanWorkload:
         self._data: Iterator[Any] = self._trainer.batch_generator(self._trainer.dataloader)
         self._profiler = told.profiler.build(global_step=0, base_folder=told.dump_folder)
         self._profiler.__enter__()
+
+    def export(self) -> None:
+        """Write the model as torchtitan's last checkpoint, if checkpoints are enabled."""
+        self._trainer.checkpointer.save(self._trainer.step, last_step=True)
+        self._trainer.checkpointer.maybe_wait_for_saving()
 
     def warm_up(self) -> None:
         """Run a forward and a backward pass for nothing: compiling may take minutes, which no peer is to wait for."""

@@ -104,6 +104,25 @@ def test_sharded_replicas_save_when_asked_and_go_on_for_longer(tmp_path: Path) -
     assert not left_behind(tmp_path)
 
 
+def test_a_run_begins_with_a_model_and_writes_the_one_that_it_has_trained(tmp_path: Path) -> None:
+    export = ["--checkpoint.enable", "--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"]
+    export += ["--training.steps", "10"]
+    finals = []
+    initial: list[str] = []
+    for out in (tmp_path / "first", tmp_path / "second"):
+        process = start(out, "--replicas", "2", engine=[*export, *initial])
+        output, _ = process.communicate(timeout=DEADLINE)
+        assert process.returncode == 0, output
+        (model,) = out.glob("*/titan/replica-*/checkpoint/step-10")  # of one replica, since all have the same
+        assert list(model.glob("*.safetensors"))
+        report = report_in(out)
+        assert report["summary"]["final_states_equal"] is True
+        (begun,) = (e["loss"] for e in report["events"] if e["kind"] == "step" and (e["step"], e["replica"]) == (1, 0))
+        finals.append(begun)
+        initial = ["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path", str(model)]
+    assert finals[1] < finals[0] - 0.1  # the second has learnt what the first did
+
+
 def test_what_torchtitan_raises_in_a_rank_is_reported_and_not_tried_again(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
     process = start(tmp_path / "runs", "--replicas", "2", engine=["--dataloader.dataset_path", nowhere])
@@ -128,7 +147,8 @@ REFUSED = [
     ([*TINY, "--parallelism.tensor_parallel_degree", "2"], "--parallelism.tensor_parallel_degree 2"),
     ([*TINY, "--parallelism.data_parallel_replicate_degree", "2"], "is not --procs-per-replica 1"),
     ([*TINY, "--hf_assets_path", "/no/such/folder"], "--hf_assets_path /no/such/folder is not a folder"),
-    ([*TINY, "--checkpoint.enable"], "use --save-every"),
+    ([*TINY, "--checkpoint.create_seed_checkpoint"], "--checkpoint.create_seed_checkpoint does not train"),
+    ([*TINY, "--checkpoint.enable", "--checkpoint.no-initial_load_model_only"], "use --resume of monarch-slurm train"),
     ([*TINY, "--comm.mode", "fake_backend"], "--comm.mode fake_backend"),
     (["--module", "torchft.llama3", "--config", "llama3_torchft_debugmodel"], "such as --module llama3"),
 ]
