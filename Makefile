@@ -1,6 +1,7 @@
 # make demo   train through failures on this machine, in .venv
 # make test   install what the tests need (apt, pip) and run them all
 # make test-torchtitan   TorchTitan as an engine, in an environment of its own
+# make native build the native modules for this machine's GPU platform, in .venv
 # make lint   formatting, lint, types, import direction
 # make bench  recovery times
 
@@ -42,6 +43,10 @@ test-torchtitan: $(TITAN)/.ready
 
 test-quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow and not slurm and not train" tests
+
+# Needs a C++ compiler; PLATFORM=rocm, cuda or none where another is meant than the one found.
+native: $(VENV)/.train
+	$(BIN)/monarch-slurm build-native $(if $(PLATFORM),--platform $(PLATFORM))
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

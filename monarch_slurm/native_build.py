@@ -2,7 +2,8 @@
 
 Nothing here is needed to install or import the package. A module is built by `build_native` (the explicit step), or by
 `load_native` when it is first used and a C++ compiler is there. GPU runtimes, RCCL or NCCL and libibverbs are not
-linked: each module opens them when they are needed, so that what a login node builds works on every node.
+linked: each module opens them when they are needed, so that what a login node builds works on every node. What is built
+is found by sources, Python, torch, platform and flags: a node that has another compiler or none takes it, too.
 
 Settings, read from the environment:
 
@@ -165,7 +166,7 @@ def load_native(name: str, *, platform: str | None = None) -> ModuleType:
     The imported module stays: a second call with the same name and platform returns it.
 
     Raises:
-        NativeBuildError: it is not built and cannot be.
+        NativeBuildError: it is not built and cannot be, or it cannot be loaded on this machine.
     """
     platform = platform or gpu_platform()
     with _loading:
@@ -185,16 +186,41 @@ def _load(name: str, platform: str) -> ModuleType:
     loader = importlib.machinery.ExtensionFileLoader(qualified, str(recipe.target))
     spec = importlib.util.spec_from_file_location(qualified, recipe.target, loader=loader)
     assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        raise NativeBuildError(
+            f"{recipe.target}, built by {_builder(recipe)}, cannot be loaded on this machine: {error}; where system "
+            "libraries differ, build where they are oldest, or give each kind of machine a MONARCH_SLURM_NATIVE_CACHE"
+        ) from error
     return module
+
+
+def built_native(platform: str | None = None) -> dict[str, Path]:
+    """Return the file of each module that `load_native` would take from the cache, by name. Nothing is built.
+
+    Raises:
+        ConfigError: ``MONARCH_SLURM_GPU_PLATFORM`` is none of the platforms.
+    """
+    platform = platform or gpu_platform()
+    built = {}
+    for name in EXTENSIONS:
+        try:
+            target = _recipe(name, platform, strict=False).target
+        except NativeBuildError:  # this installation cannot have it
+            continue
+        if target.is_file():
+            built[name] = target
+    return built
 
 
 @dataclass(frozen=True)
 class _Recipe:
     name: str
     target: Path
-    command: list[str]
+    arguments: list[str]
+    """Of the compiler, which is only looked for when it is needed."""
 
 
 def _is_there(name: str) -> bool:
@@ -214,7 +240,6 @@ def _recipe(name: str, platform: str, strict: bool) -> _Recipe:
     sources = _own_sources(name)
     if not sources:
         raise NativeBuildError(f"{sources_folder() / 'src'} has no sources of {name}")
-    compiler = _compiler()
     sanitize = os.environ.get("MONARCH_SLURM_NATIVE_SANITIZE")
     flags = ["-O0" if sanitize else "-O2", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"]
     if sanitize:
@@ -230,10 +255,10 @@ def _recipe(name: str, platform: str, strict: bool) -> _Recipe:
         links += links_torch
     else:
         flags.append("-std=c++17")
-    key = _key(name, platform, compiler, [*flags, *links])
+    key = _key(name, platform, [*flags, *links])
     suffix = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
     target = cache_folder() / key / f"{name}{suffix}"
-    return _Recipe(name, target, [*compiler, *flags, *map(str, sources), *links])
+    return _Recipe(name, target, [*flags, *map(str, sources), *links])
 
 
 def _binding_headers() -> list[Path]:
@@ -274,13 +299,13 @@ def _compiler() -> list[str]:
     )
 
 
-def _key(name: str, platform: str, compiler: list[str], flags: list[str]) -> str:
-    """Name the folder of a build: whatever would change the module changes the key."""
+def _key(name: str, platform: str, flags: list[str]) -> str:
+    """Name the folder of a build: what a module must fit to. Not the compiler, which nodes need not have."""
     digest = hashlib.sha256()
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
     torch = torch_folder()
     torch_version = torch / "version.py" if torch else None
-    for text in (name, platform, version, sys.version, " ".join(flags)):
+    abi = str(sysconfig.get_config_var("SOABI") or sys.version)
+    for text in (name, platform, abi, " ".join(flags)):
         digest.update(text.encode() + b"\0")
     if torch_version is not None and torch_version.is_file():
         digest.update(torch_version.read_bytes())
@@ -293,19 +318,34 @@ def _key(name: str, platform: str, compiler: list[str], flags: list[str]) -> str
 
 
 def _build(recipe: _Recipe, force: bool) -> None:
+    compiler = _compiler()
     recipe.target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(recipe.target.with_suffix(".lock")):
         if recipe.target.is_file() and not force:
             return  # another process of this node built it while we waited
         with tempfile.TemporaryDirectory(dir=recipe.target.parent) as scratch:
             output = Path(scratch) / recipe.target.name
-            command = [*recipe.command, "-o", str(output)]
+            command = [*compiler, *recipe.arguments, "-o", str(output)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode != 0:
                 raise NativeBuildError(
                     f"building {recipe.name} failed ({shlex.join(command)}):\n{_tail(done.stderr or done.stdout)}"
                 )
+            version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
+            _builder_file(recipe).write_text(version.partition("\n")[0] or shlex.join(compiler))
             os.replace(output, recipe.target)  # a reader sees the whole file or none
+
+
+def _builder_file(recipe: _Recipe) -> Path:
+    return recipe.target.with_name(f"{recipe.name}.compiler")
+
+
+def _builder(recipe: _Recipe) -> str:
+    """The compiler that a module was built with, for an error's text."""
+    try:
+        return _builder_file(recipe).read_text()
+    except OSError:
+        return "a compiler that is not known"
 
 
 @contextlib.contextmanager

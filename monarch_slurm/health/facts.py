@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from monarch_slurm.gpu import gpu_devices, gpu_platform
-from monarch_slurm.native_build import cache_folder, torch_folder
+from monarch_slurm.native_build import built_native, torch_folder
 from monarch_slurm.rdma.verbs_devices import ports
 
 _ROOT = Path("/")
@@ -58,7 +58,7 @@ def collect(root: Path = _ROOT) -> Facts:
         "rdma": _rdma(root),
         "networks": _networks(root),
         "leftovers": _leftovers(),
-        "native": sorted({path.name.partition(".")[0] for path in cache_folder().glob("*/_*.so")}),
+        "native": sorted(built_native()),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,15 @@ from pathlib import Path
 import pytest
 
 from monarch_slurm.errors import ConfigError
-from monarch_slurm.native_build import NativeBuildError, build_native, gpu_platform, load_native, sources_folder
+from monarch_slurm.health.facts import collect
+from monarch_slurm.native_build import (
+    NativeBuildError,
+    build_native,
+    built_native,
+    gpu_platform,
+    load_native,
+    sources_folder,
+)
 
 
 @pytest.mark.slow
@@ -41,6 +50,50 @@ def test_a_module_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert build_native(["_native"], platform="cuda") != first
 
 
+def test_what_a_login_node_has_built_is_loaded_where_there_is_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prebuilt = build_native(["_native"], platform="none")["_native"]
+    cache = tmp_path / "cache"
+    for name in ("_native", "_rdma"):  # of another Python, say
+        (cache / "cp39-none-0123456789abcdef").mkdir(parents=True, exist_ok=True)
+        (cache / "cp39-none-0123456789abcdef" / f"{name}.so").touch()
+    monkeypatch.setenv("MONARCH_SLURM_NATIVE_CACHE", str(cache))
+    monkeypatch.setenv("MONARCH_SLURM_GPU_PLATFORM", "none")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert collect()["native"] == []
+    shutil.copytree(prebuilt.parent, cache / prebuilt.parent.name)
+    assert built_native() == {"_native": cache / prebuilt.parent.name / prebuilt.name}
+    assert collect()["native"] == ["_native"]
+    code = "from monarch_slurm.native_build import load_native; print(load_native('_native').__name__)"
+    for compiler in ({}, {"CXX": "some-other-compiler", "MONARCH_SLURM_NATIVE_BUILD": "never"}):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **compiler}
+        )
+        assert done.stdout == "monarch_slurm._none._native\n", done.stderr
+    sources = tmp_path / "native"
+    shutil.copytree(sources_folder(), sources)
+    (sources / "src" / "dl.cpp").write_text("// changed\n")
+    monkeypatch.setattr("monarch_slurm.native_build.sources_folder", lambda: sources)
+    assert built_native() == {}
+
+
+def test_a_module_that_cannot_be_loaded_here_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo other 1.0 && exit 0\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("MONARCH_SLURM_NATIVE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("monarch_slurm.native_build._loaded", {})
+    with pytest.raises(
+        NativeBuildError, match=r"built by other 1\.0, cannot be loaded on this machine: .*file too short"
+    ):
+        load_native("_native", platform="none")
+
+
 def test_a_compiler_error_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "c++ -DMONARCH_PLATFORM_NONE=syntax -include no_such_header.h")
     monkeypatch.setenv("MONARCH_SLURM_NATIVE_CACHE", str(tmp_path))
@@ -51,8 +104,16 @@ def test_a_compiler_error_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_without_a_compiler_the_text_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("MONARCH_SLURM_NATIVE_CACHE", str(tmp_path / "cache"))
     with pytest.raises(NativeBuildError, match="install g"):
         build_native(["_native"], platform="none")
+
+
+def test_the_step_of_the_makefile() -> None:
+    folder = sources_folder().parent
+    command = ["make", "--dry-run", "native", "PLATFORM=rocm", "VENV=venv"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "venv/bin/monarch-slurm build-native --platform rocm"
 
 
 def test_platform_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
