@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from counter import Counter
 from recorded_faults import Faults
 from support import DEADLINE, wait_until
 
 from monarch_slurm.actor import (
-    Actor,
     Channel,
     HostMesh,
     Port,
@@ -29,15 +29,10 @@ from monarch_slurm.actor import (
 )
 
 
-class Node(Actor):
-    def __init__(self, start: int = 0) -> None:
-        self.value = start
-        self.kept: Any = None
+class Node(Counter):
+    """Keeps and spawns things besides."""
 
-    @endpoint
-    def add(self, number: int) -> int:
-        self.value += number
-        return self.value
+    kept: Any = None
 
     @endpoint
     def keep(self, thing: Any) -> Any:
@@ -73,10 +68,6 @@ class Node(Actor):
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with multiprocessing.get_context("fork").Pool(1) as pool:
             return status, pool.apply(_in_child)
-
-    @endpoint
-    def pid(self) -> int:
-        return os.getpid()
 
     @endpoint
     def rank(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import counter
 import pytest
 from recorded_faults import Faults
 from sample_actors import Caller
@@ -25,7 +26,6 @@ from monarch_slurm.actor import (
     SupervisionError,
     concurrent_endpoint,
     context,
-    current_rank,
     endpoint,
     this_host,
     this_proc,
@@ -34,27 +34,14 @@ from monarch_slurm.actor import (
 MANY = 1000
 
 
-class Counter(Actor):
-    """Counts from what it was given; what it counted is lost with it."""
+class Counter(counter.Counter):
+    """Fails, waits and owns meshes besides."""
 
     def __init__(self, start: int = 0, fail_if: str = "") -> None:
         if fail_if and Path(fail_if).exists():
             raise ValueError("no good init")
-        self.value = start
+        super().__init__(start)
         self.inner: Any = None
-
-    @endpoint
-    def add(self, n: int) -> int:
-        self.value += n
-        return self.value
-
-    @endpoint
-    def pid(self) -> int:
-        return os.getpid()
-
-    @endpoint
-    def rank(self) -> int:
-        return current_rank().rank
 
     @endpoint
     def block(self, port: Port[int]) -> None:

@@ -24,7 +24,7 @@ from monarch_slurm.wire import AGENT, Address, JobKeys, Message, read_invitation
 from monarch_slurm.wire.frames import encode
 from monarch_slurm.wire.sockets import connect_tcp, make_dealer
 
-FANOUT, HOSTS = 2, 9
+FANOUT, HOSTS = 2, 7
 
 
 class Log(Actor):

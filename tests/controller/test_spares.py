@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from counter import Counter
 from job_agents import Agent
 from support import DEADLINE, hold, wait_gone, wait_until
 
@@ -20,7 +21,6 @@ from monarch_slurm.actor import (
     MeshFailure,
     RestartPolicy,
     SupervisionError,
-    current_rank,
     endpoint,
 )
 from monarch_slurm.actor.client import client
@@ -31,26 +31,10 @@ from monarch_slurm.host import HostDown
 MANY = RestartPolicy(max_restarts=100)
 
 
-class Counter(Actor):
-    def __init__(self, start: int) -> None:
-        self.value = start
-
-    @endpoint
-    def add(self, n: int) -> int:
-        self.value += n
-        return self.value
-
-    @endpoint
-    def pid(self) -> int:
-        return os.getpid()
-
+class Speaker(Counter):
     @endpoint
     def say(self, text: str) -> None:
         print(text, flush=True)
-
-    @endpoint
-    def rank(self) -> int:
-        return current_rank().rank
 
 
 class Owner(Actor):
@@ -240,7 +224,7 @@ def test_lines_of_procs_that_move_come_as_before(hosts: Hosts, capfd: pytest.Cap
     mesh = hosts.mesh(2, spares=1)
     procs = mesh.spawn_procs(restart=MANY)
     asyncio.run(procs.logging_option(stream_to_client=True))
-    counters: Any = procs.spawn("counter", Counter, 10)
+    counters: Any = procs.spawn("counter", Speaker, 10)
     counters.add.call(1).get(DEADLINE)
     hosts.kill("h1")
     eventually(lambda: counters.slice(hosts=1).say.call_one("said at the spare").get(DEADLINE))

@@ -16,7 +16,7 @@ class Who(Actor):
         return socket.gethostname(), os.environ["SLURMD_NODENAME"], os.environ["SLURM_NODEID"]
 """
 
-SURVIVES = (
+TELLS = (
     WHO
     + """
 import time
@@ -26,30 +26,42 @@ def note(failure):
     print("fault:", failure.report().splitlines()[0], flush=True)
 
 actor.unhandled_fault_hook = note
+
+def tell_who_answers(ask):
+    print("ready", flush=True)
+    last = None
+    while not os.path.exists("stop"):
+        here = ask()
+        if here not in (None, last):
+            print("answering:", *here, flush=True)
+            last = here
+        time.sleep(0.03)
+"""
+)
+
+SURVIVES = (
+    TELLS
+    + """
 hosts = SlurmJob({"hosts": 4}).state().hosts  # all that this job has
 who = hosts.spawn_procs().spawn("who", Who)
 who.host.call().get()
-print("ready", flush=True)
-last = None
-while not os.path.exists("stop"):
+
+def ask():
     here = []
     for rank in range(len(hosts)):
         try:
             here.append(who.slice(hosts=rank).host.call_one().get(timeout=60)[0])
         except (actor.SupervisionError, actor.ActorError):
             pass
-    if here != last:
-        print("answering:", *here, flush=True)
-        last = here
-    time.sleep(0.05)
+    return here
+
+tell_who_answers(ask)
 """
 )
 
 KEPT = (
-    WHO
+    TELLS
     + """
-import time
-import monarch_slurm.actor as actor
 from monarch_slurm.actor import RestartPolicy
 
 class Owner(Actor):
@@ -65,30 +77,25 @@ class Owner(Actor):
         print(f"told: {how}, {failure.host} replaced by {failure.replaced_by}", flush=True)
         return True
 
-def note(failure):
-    print("fault:", failure.report().splitlines()[0], flush=True)
-
-actor.unhandled_fault_hook = note
 from monarch_slurm.actor.client import client
 from monarch_slurm.job import job_load
 hosts = job_load().state().hosts
 owner = actor.this_proc().spawn("owner", Owner, hosts)
 who = owner.get.call_one().get()
-print("ready", flush=True)
-last = joined = None
-while not os.path.exists("stop"):
+joined = None
+
+def ask():
+    global joined
     names = sorted(info.name for info in client().joined)
     if names != joined:
         print("joined:", *names, flush=True)
         joined = names
     try:
-        here = [name for name, _, _ in who.host.call().get(timeout=60).values()]
+        return [name for name, _, _ in who.host.call().get(timeout=60).values()]
     except (actor.SupervisionError, actor.ActorError):
-        continue
-    if here != last:
-        print("answering:", *here, flush=True)
-        last = here
-    time.sleep(0.02)
+        return None
+
+tell_who_answers(ask)
 """
 )
 

@@ -14,7 +14,8 @@ from slurm_nodes import Cluster, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.train]
 
-SMALL = ["--model", "tiny", "--seq-len", "64", "--batch-size", "4", "--no-exclusive", "--cpus-per-task", "1"]
+SMALL = ["--model", "tiny", "--seq-len", "32", "--batch-size", "2", "--no-exclusive", "--cpus-per-task", "1"]
+"""Steps cost little, so that a run may have many of them: what happens to it has to happen before they are over."""
 
 
 def events(out: Path) -> list[dict[str, Any]]:
@@ -41,7 +42,7 @@ def lost_hosts(out: Path) -> set[str]:
 def test_nodes_are_lost_and_the_others_train_on(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "runs"
     command = [sys.executable, "-m", "monarch_slurm", "train", "--nodes", "4", "--replicas", "4", *SMALL]
-    command += ["--tokens", "1200000", "--out", str(out), "--reference", "none"]
+    command += ["--tokens", "120000", "--out", str(out), "--reference", "none"]
     with (tmp_path / "log").open("w+") as log, subprocess.Popen(command, stdout=log, stderr=log, text=True) as process:
         try:
             wait_until(lambda: len(committed_by(out)) == 4 or process.poll() is not None, "four replicas that train")
@@ -112,20 +113,8 @@ def loaded_and_committed(out: Path) -> bool:
 
 def test_a_replica_goes_on_at_a_spare_node(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "runs"
-    command = [
-        sys.executable,
-        "-m",
-        "monarch_slurm",
-        "train",
-        "--nodes",
-        "3",
-        "--spares",
-        "1",
-        "--replicas",
-        "3",
-        *SMALL,
-    ]
-    command += ["--tokens", "800000", "--out", str(out), "--reference", "none"]
+    command = [sys.executable, "-m", "monarch_slurm", "train", "--nodes", "3", "--replicas", "3", *SMALL]
+    command += ["--tokens", "120000", "--out", str(out), "--reference", "none", "--spares", "1"]
     with (tmp_path / "log").open("w+") as log, subprocess.Popen(command, stdout=log, stderr=log, text=True) as process:
         try:
             wait_until(lambda: len(committed_by(out)) == 3 or process.poll() is not None, "three replicas that train")

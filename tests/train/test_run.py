@@ -184,7 +184,7 @@ def test_a_run_whose_controller_is_killed_goes_on_from_its_newest_whole_state(tm
 def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path: Path) -> None:
     # Deadlines that a loaded machine keeps: nothing is to fail here.
     options = ["--replicas", "2", "--procs-per-replica", "2", "--step-deadline", "60", "--sync-deadline", "120"]
-    process = start(tmp_path, *options, "--tokens", "204800")
+    process = start(tmp_path, *options, "--tokens", "100000000")
     wait_for_syncs(tmp_path, process, 8)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
@@ -194,13 +194,13 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path: Path) -> None:
     assert f"saved at sync {step}; the same command with --resume {folder} goes on" in output
     assert report_in(tmp_path)["summary"]["ok"] is False
 
-    tokens = "245760"
+    tokens = str((step + 4) * 2 * 20 * 4 * 64)  # of four further syncs
     command = [sys.executable, "-m", "monarch_slurm", "train", "--local", "--resume", str(folder), "--tokens", tokens]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
     assert f"going on with run {folder.name} from sync {step}" in output
-    assert f"from now on with --tokens {tokens} (it was 204800)" in output
+    assert f"from now on with --tokens {tokens} (it was 100000000)" in output
     report = report_in(tmp_path)
     summary = report["summary"]
     assert (report["config"]["tokens"], report["config"]["model"]) == (int(tokens), "tiny")
@@ -249,8 +249,8 @@ def test_ctrl_c_pressed_thrice_in_a_start_ends_it_cleanly(tmp_path: Path, stage:
 
 
 def test_two_ranks_per_replica_lose_one_and_come_back(tmp_path: Path) -> None:
-    options = ["--replicas", "3", "--procs-per-replica", "2", "--tokens", "350000", "--reference", "none"]
-    process = start(tmp_path, *options, "--fail-every", "6", "--failures", "kill")
+    options = ["--replicas", "3", "--procs-per-replica", "2", "--tokens", "240000", "--reference", "none"]
+    process = start(tmp_path, *options, "--fail-every", "4", "--failures", "kill")
     output, _ = process.communicate(timeout=280)
     assert process.returncode == 0, output
     report = report_in(tmp_path)
