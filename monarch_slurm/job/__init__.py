@@ -44,12 +44,11 @@ from monarch_slurm.job.errors import (
     SubmitError,
     UnfitHostError,
 )
-from monarch_slurm.job.follow import follow
 from monarch_slurm.job.local import LocalJob
 from monarch_slurm.job.notice import SAVED, save_on_notice
 from monarch_slurm.job.process import LostHostsError, ProcessJob, hosts_from_config
 from monarch_slurm.job.request import NodeSpec
-from monarch_slurm.job.slurm import SlurmJob
+from monarch_slurm.job.slurm import SlurmJob, follow
 from monarch_slurm.job.status import JobStatus, Phase
 from monarch_slurm.job.telemetry import MeshAdminConfig, TelemetryConfig
 

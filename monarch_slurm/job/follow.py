@@ -7,15 +7,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from monarch_slurm.job.diagnosis import why_ended
 from monarch_slurm.job.errors import JobNotFoundError, SlurmUnreachableError
 from monarch_slurm.job.folder import JobFolder
 from monarch_slurm.job.status import LONGEST_POLL, NOT_FOUND_GRACE, JobId, JobStatus, Phase, query
-
-if TYPE_CHECKING:
-    from monarch_slurm.job.slurm import SlurmJob
 
 LOG_SECONDS = 0.2
 """Pause between two looks at the log."""
@@ -129,8 +126,3 @@ def _last_look(
         sleep(LOG_SECONDS)
     log.copy(out)
     return code
-
-
-def follow(job: SlurmJob, out: TextIO) -> int:
-    """Copy the output of ``job``'s client script to ``out`` until it has ended; see `SlurmJob.follow`."""
-    return job.follow(out)

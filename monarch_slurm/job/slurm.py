@@ -379,3 +379,8 @@ class SlurmJob(JobTrait):
     def __repr__(self) -> str:
         where = f", job {self._job_id} in {self._folder.path}" if self._folder and self._job_id else ""
         return f"SlurmJob({self._meshes!r}{where})"
+
+
+def follow(job: SlurmJob, out: TextIO) -> int:
+    """Copy the output of ``job``'s client script to ``out`` until it has ended; see `SlurmJob.follow`."""
+    return job.follow(out)

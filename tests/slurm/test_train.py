@@ -6,6 +6,8 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,25 @@ pytestmark = [pytest.mark.slow, pytest.mark.train]
 
 SMALL = ["--model", "tiny", "--seq-len", "32", "--batch-size", "2", "--no-exclusive", "--cpus-per-task", "1"]
 """Steps cost little, so that a run may have many of them: what happens to it has to happen before they are over."""
+
+
+@contextmanager
+def training(out: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """Run ``monarch-slurm train``, which writes to ``log`` beside ``out``."""
+    command = [sys.executable, "-m", "monarch_slurm", "train", *SMALL, "--out", str(out), *options]
+    with (
+        open(out.with_name("log"), "w") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, text=True) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for_replicas(out: Path, process: subprocess.Popen[str], count: int) -> None:
+    wait_until(lambda: len(committed_by(out)) == count or process.poll() is not None, f"{count} replicas that train")
+    assert process.poll() is None, out.with_name("log").read_text()
 
 
 def events(out: Path) -> list[dict[str, Any]]:
@@ -41,22 +62,16 @@ def lost_hosts(out: Path) -> set[str]:
 
 def test_nodes_are_lost_and_the_others_train_on(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "runs"
-    command = [sys.executable, "-m", "monarch_slurm", "train", "--nodes", "4", "--replicas", "4", *SMALL]
-    command += ["--tokens", "120000", "--out", str(out), "--reference", "none"]
-    with (tmp_path / "log").open("w+") as log, subprocess.Popen(command, stdout=log, stderr=log, text=True) as process:
-        try:
-            wait_until(lambda: len(committed_by(out)) == 4 or process.poll() is not None, "four replicas that train")
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            cluster.kill("n3")
-            wait_until(lambda: "n3" in lost_hosts(out), "the loss of n3 to be noticed")
-            cluster.cut("n4")
-            wait_until(lambda: "n4" in lost_hosts(out), "the loss of n4 to be noticed")
-            lost = max(item["t"] for item in events(out) if item["kind"] == "host_lost")
-            wait_until(lambda: {0, 1} <= committed_by(out, lost).keys(), "the other two to commit without them")
-            cluster.heal("n3", "n4")
-            assert process.wait(timeout=240) == 0, (tmp_path / "log").read_text()
-        finally:
-            process.kill()
+    with training(out, "--nodes", "4", "--replicas", "4", "--tokens", "120000", "--reference", "none") as process:
+        wait_for_replicas(out, process, 4)
+        cluster.kill("n3")
+        wait_until(lambda: "n3" in lost_hosts(out), "the loss of n3 to be noticed")
+        cluster.cut("n4")
+        wait_until(lambda: "n4" in lost_hosts(out), "the loss of n4 to be noticed")
+        lost = max(item["t"] for item in events(out) if item["kind"] == "host_lost")
+        wait_until(lambda: {0, 1} <= committed_by(out, lost).keys(), "the other two to commit without them")
+        cluster.heal("n3", "n4")
+        assert process.wait(timeout=240) == 0, (tmp_path / "log").read_text()
     (report_path,) = out.glob("*/report.json")
     report = json.loads(report_path.read_text())
     assert report["summary"]["ok"] is True
@@ -78,20 +93,14 @@ def test_nodes_are_lost_and_the_others_train_on(cluster: Cluster, tmp_path: Path
 
 def test_a_run_saves_when_it_is_given_notice_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "runs"
-    command = [sys.executable, "-m", "monarch_slurm", "train", "--nodes", "2", "--replicas", "2", *SMALL]
-    command += ["--tokens", "100000000", "--out", str(out), "--requeue"]
-    with (tmp_path / "log").open("w+") as log, subprocess.Popen(command, stdout=log, stderr=log, text=True) as process:
-        try:
-            wait_until(lambda: len(committed_by(out)) == 2 or process.poll() is not None, "two replicas that train")
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            job = cluster.run("squeue", "-h", "-o", "%i").strip()
-            cluster.run("scancel", "--batch", "--signal=USR2", job)  # as --signal does near the time limit
-            wait_until(lambda: loaded_and_committed(out) or process.poll() is not None, "the second start to commit")
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            process.send_signal(signal.SIGINT)  # cancels the job
-            assert process.wait(60) == 130
-        finally:
-            process.kill()
+    with training(out, "--nodes", "2", "--replicas", "2", "--tokens", "100000000", "--requeue") as process:
+        wait_for_replicas(out, process, 2)
+        job = cluster.run("squeue", "-h", "-o", "%i").strip()
+        cluster.run("scancel", "--batch", "--signal=USR2", job)  # as --signal does near the time limit
+        wait_until(lambda: loaded_and_committed(out) or process.poll() is not None, "the second start to commit")
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        process.send_signal(signal.SIGINT)  # cancels the job
+        assert process.wait(60) == 130
     wait_until(lambda: events(out)[-1]["kind"] == "run_finished", "the end of the run")
     (folder,) = (journal.parent for journal in out.glob("*/journal.jsonl"))
     wait_until(lambda: len(json.loads((folder / "report.json").read_text())["starts"]) == 2, "the second report")
@@ -113,17 +122,12 @@ def loaded_and_committed(out: Path) -> bool:
 
 def test_a_replica_goes_on_at_a_spare_node(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "runs"
-    command = [sys.executable, "-m", "monarch_slurm", "train", "--nodes", "3", "--replicas", "3", *SMALL]
-    command += ["--tokens", "120000", "--out", str(out), "--reference", "none", "--spares", "1"]
-    with (tmp_path / "log").open("w+") as log, subprocess.Popen(command, stdout=log, stderr=log, text=True) as process:
-        try:
-            wait_until(lambda: len(committed_by(out)) == 3 or process.poll() is not None, "three replicas that train")
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            cluster.kill("n3")
-            wait_until(lambda: "n3" in lost_hosts(out), "the loss of n3 to be noticed")
-            assert process.wait(timeout=240) == 0, (tmp_path / "log").read_text()
-        finally:
-            process.kill()
+    options = ["--nodes", "3", "--spares", "1", "--replicas", "3", "--tokens", "120000", "--reference", "none"]
+    with training(out, *options) as process:
+        wait_for_replicas(out, process, 3)
+        cluster.kill("n3")
+        wait_until(lambda: "n3" in lost_hosts(out), "the loss of n3 to be noticed")
+        assert process.wait(timeout=240) == 0, (tmp_path / "log").read_text()
     (lost,) = [item for item in events(out) if item["kind"] == "host_lost"]
     assert (lost["host"], lost["replaced_by"]) == ("n3", "n4")
     assert {0, 1, 2} <= committed_by(out, lost["t"]).keys()
