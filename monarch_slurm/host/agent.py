@@ -156,17 +156,17 @@ class Agent:
         self._up.send(self._branch.heartbeat())
         self._procs.reap()
 
-    def _controller_gone(self, how: str) -> None:
-        logger.error("host %s: %s: ending all procs", self.name, how)
-        self._end(LEASE_EXPIRED)
+    def _controller_gone(self, how: str, code: int = LEASE_EXPIRED) -> None:
+        if self._exit_code in (ENDED, RELEASED):  # else this has been told before, and the end is near
+            logger.error("host %s: %s: ending all procs", self.name, how)
+            self._end(code)
 
     def _from_controller(self, message: Message) -> None:
         self._lease.heard()
         self._branch.from_controller(message)
 
     def _controller_fault(self, peer: str, error: WireError) -> None:
-        logger.error("host %s: %s on the link from the controller: ending all procs", self.name, error)
-        self._end(FENCED)
+        self._controller_gone(f"{error} on the link from the controller", FENCED)
 
     def _controller_closed(self, peer: str) -> None:
         self._controller_gone("the controller has ended, or has given this host up")
@@ -177,9 +177,7 @@ class Agent:
         self._lease.beat()  # its interval may be another now
 
     def _fenced(self, message: Message) -> None:
-        cause = message.fields["cause"]
-        logger.error("host %s: the controller gave this host up (%s): ending all procs", self.name, cause)
-        self._end(FENCED)
+        self._controller_gone(f"the controller gave this host up ({message.fields['cause']})", FENCED)
 
     def _told_by_signal(self) -> None:
         # The owners of the procs know nothing of this, so it is a failure to them.
