@@ -62,7 +62,7 @@ def lost_hosts(out: Path) -> set[str]:
 
 def test_nodes_are_lost_and_the_others_train_on(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "runs"
-    with training(out, "--nodes", "4", "--replicas", "4", "--tokens", "120000", "--reference", "none") as process:
+    with training(out, "--nodes", "4", "--replicas", "4", "--tokens", "160000", "--reference", "none") as process:
         wait_for_replicas(out, process, 4)
         cluster.kill("n3")
         wait_until(lambda: "n3" in lost_hosts(out), "the loss of n3 to be noticed")
@@ -122,7 +122,7 @@ def loaded_and_committed(out: Path) -> bool:
 
 def test_a_replica_goes_on_at_a_spare_node(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "runs"
-    options = ["--nodes", "3", "--spares", "1", "--replicas", "3", "--tokens", "120000", "--reference", "none"]
+    options = ["--nodes", "3", "--spares", "1", "--replicas", "3", "--tokens", "160000", "--reference", "none"]
     with training(out, *options) as process:
         wait_for_replicas(out, process, 3)
         cluster.kill("n3")

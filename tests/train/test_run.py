@@ -249,7 +249,7 @@ def test_ctrl_c_pressed_thrice_in_a_start_ends_it_cleanly(tmp_path: Path, stage:
 
 
 def test_two_ranks_per_replica_lose_one_and_come_back(tmp_path: Path) -> None:
-    options = ["--replicas", "3", "--procs-per-replica", "2", "--tokens", "240000", "--reference", "none"]
+    options = ["--replicas", "3", "--procs-per-replica", "2", "--tokens", "350000", "--reference", "none"]
     process = start(tmp_path, *options, "--fail-every", "6", "--failures", "kill")
     output, _ = process.communicate(timeout=280)
     assert process.returncode == 0, output
