@@ -44,6 +44,7 @@ class ZygoteLink:
         self._on_ended = on_ended
         self.preload = preload
         self.ready = False
+        self._retired = False
         self.waiting: list[ProcSpec] = []
         """Procs that are asked for once the zygote is ready."""
         self._outbox: deque[tuple[ProcSpec, bool]] = deque()
@@ -107,6 +108,7 @@ class ZygoteLink:
 
     def retire(self) -> None:
         """Let it answer what it was asked, and then leave."""
+        self._retired = True
         self._patience.cancel()
         self._socket.shutdown(socket.SHUT_WR)
 
@@ -161,5 +163,12 @@ class ZygoteLink:
         self._close_ends()
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
+        if self._retired:
+            self._process.kill()  # Python may take seconds to end with all that was imported
+            self._loop.watch_process(self.pid, self._gone)
+        else:
+            self._gone()
+
+    def _gone(self) -> None:
         status = self._process.wait()
         self._on_ended(self, f"the zygote ended with status {status}")

@@ -299,6 +299,19 @@ def test_preloads_that_fail_or_start_threads_only_warn(program: Callable[..., Pr
         assert "Traceback" not in running.errors()
 
 
+def test_a_zygote_that_is_replaced_holds_nobody_up(program: Callable[..., Program], tmp_path: Path) -> None:
+    (tmp_path / "lasting.py").write_text("import atexit, threading\natexit.register(threading.Event().wait)")
+    environment = {"MONARCH_SLURM_PRELOAD": "lasting", "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    again = """
+        this_host()._renew()
+        print("again", this_host().spawn_procs().spawn("again", Worker).pid.call_one().get(30))
+"""
+    running = program(START + again, env=environment)
+    assert running.wait() == 0
+    assert "again" in running.output()
+    assert running.errors() == ""
+
+
 def test_a_preload_that_hangs_is_given_up(program: Callable[..., Program], tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text("import threading\nthreading.Event().wait()")
     environment = {
