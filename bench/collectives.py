@@ -3,7 +3,12 @@
     python bench/collectives.py --json collectives.json --plot collectives.svg
 
 Both run in the same two or more processes, one per GPU, in turns; a row gives the median time of an operation and the
-bus bandwidth, ``2 (n - 1) / n * bytes / time``. The last rows time making a communicator anew after an abort.
+bus bandwidth, ``2 (n - 1) / n * bytes / time``.
+
+The last rows time making a communicator anew: ours is aborted and joined again, torch's is destroyed and initialized,
+in turns. Both get their unique id through the same store of torch, which is there before, and are through when a first
+all_reduce of 4 KiB is. The first turn is cold: what a library does once in a process is in it. A third kind of turn
+joins only when the library has ended the aborted communicator in the background: what the two cost each other.
 """
 
 from __future__ import annotations
@@ -13,9 +18,10 @@ import json
 import multiprocessing
 import os
 import statistics
-import tempfile
+import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +29,12 @@ import plots
 import torch
 import torch.distributed as dist
 
-from monarch_slurm.collectives import Communicator, invite
+from monarch_slurm.collectives import Communicator, Invitation, invite
 from monarch_slurm.gpu import gpu_devices
 from monarch_slurm.native_build import build_native
 
 SIZES_BYTES = [1 << power for power in (10, 14, 18, 20, 22, 24, 26, 28, 30, 32)]
+TURNS = 6
 
 
 def seconds_each(call: Callable[[], Any], repeats: int, rounds: int) -> float:
@@ -45,11 +52,13 @@ def seconds_each(call: Callable[[], Any], repeats: int, rounds: int) -> float:
     return statistics.median(times)
 
 
-def rank_main(rank: int, size: int, store: str, out: Any, invitations: list[Any]) -> None:
+def rank_main(rank: int, size: int, port: int, out: Any, invitation: Invitation) -> None:
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=size, device_id=device)
-    comm = Communicator.join(invitations[0], rank, size, device=device)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    there = dist.PrefixStore("first", store)
+    dist.init_process_group("nccl", store=there, rank=rank, world_size=size, device_id=device)
+    comm = Communicator.join(invitation, rank, size, device=device)
     rows: list[dict[str, Any]] = []
     for size_bytes in SIZES_BYTES:
         tensor = torch.zeros(size_bytes // 4, device=device)
@@ -63,34 +72,80 @@ def rank_main(rank: int, size: int, store: str, out: Any, invitations: list[Any]
         factor = 2 * (size - 1) / size * size_bytes / 1e9
         rows.append({"bytes": size_bytes, "us": mine * 1e6, "peer_us": peer * 1e6})
         rows[-1].update(bus_gb_s=factor / mine, peer_bus_gb_s=factor / peer, speed=peer / mine)
-        del tensor
-    tensor = torch.ones(1024, device=device)
-    remade = []
-    for invitation in invitations[1:]:
-        dist.barrier()
-        torch.cuda.synchronize()
-        begin = time.monotonic()
-        comm.abort("measured")
-        comm = Communicator.join(invitation, rank, size, device=device)
-        comm.all_reduce(tensor)
-        torch.cuda.synchronize()
-        remade.append(time.monotonic() - begin)
-    comm.close()
-    anew = []
-    for turn in range(len(remade)):
-        dist.all_reduce(tensor)
-        torch.cuda.synchronize()
-        begin = time.monotonic()
-        dist.destroy_process_group()
-        place = f"file://{store}{turn}"
-        dist.init_process_group("nccl", init_method=place, rank=rank, world_size=size, device_id=device)
-        dist.all_reduce(tensor)
-        torch.cuda.synchronize()
-        anew.append(time.monotonic() - begin)
+    turns = remake_turns(comm, store)
     if rank == 0:
-        out.put({"rows": rows, "remake_s": remade, "peer_remake_s": anew})
+        out.put({"rows": rows, "turns": turns})
     dist.destroy_process_group()
     os._exit(0)
+
+
+def remake_turns(comm: Communicator, store: Any) -> list[dict[str, Any]]:
+    """Make ours and torch's communicators anew in turns; returns the seconds of each part of each turn.
+
+    Args:
+        comm: ours; torch's is the default process group.
+        store: where both sides' ranks meet.
+    """
+    rank, size, device = comm.rank, comm.size, comm.device
+    on_gpu = device.type == "cuda"
+    ours, theirs, bound_to = ("ccl", "nccl", device) if on_gpu else ("gloo", "gloo", None)
+    tensor = torch.ones(1024, device=device)
+    rows = []
+    for turn in range(TURNS):
+        for kind in ("ours", "torch", "ours, when the abort is through"):
+            key = f"{turn} {kind}"
+            comm.all_reduce(tensor).wait()
+            dist.all_reduce(tensor)
+            wait_for_aborts()  # of the turn before
+            dist.barrier()
+            if on_gpu:
+                torch.cuda.synchronize()
+            marks = [time.monotonic()]
+            if kind == "torch":
+                dist.destroy_process_group()
+                marks.append(time.monotonic())
+                there = dist.PrefixStore(key, store)
+                dist.init_process_group(theirs, store=there, rank=rank, world_size=size, device_id=bound_to)
+                marks.append(time.monotonic())
+                dist.all_reduce(tensor)
+            else:
+                comm.abort("measured")
+                if kind != "ours":
+                    wait_for_aborts()
+                marks.append(time.monotonic())
+                if rank == 0:
+                    invitation, _kept = invite(ours)
+                    store.set(key, invitation.token)
+                comm = Communicator.join(Invitation(ours, store.get(key)), rank, size, device=device)
+                marks.append(time.monotonic())
+                comm.all_reduce(tensor).wait()
+            if on_gpu:
+                torch.cuda.synchronize()
+            marks.append(time.monotonic())
+            parts = dict(zip(("end_s", "make_s", "first_s"), (b - a for a, b in pairwise(marks)), strict=True))
+            rows.append({"turn": turn, "kind": kind, **parts, "s": marks[-1] - marks[0]})
+    comm.close()
+    return rows
+
+
+def wait_for_aborts() -> None:
+    for thread in threading.enumerate():
+        if thread.name.endswith("-abort"):
+            thread.join()
+
+
+def print_turns(turns: list[dict[str, Any]]) -> None:
+    print(
+        "making a communicator anew, seconds: in all = ending the old one + making the new one + its first all_reduce"
+    )
+    for row in turns:
+        parts = " + ".join(f"{row[part]:.3f}" for part in ("end_s", "make_s", "first_s"))
+        print(f"{'cold' if row['turn'] == 0 else 'warm'} {row['s']:7.3f} = {parts}  {row['kind']}")
+    warm = {
+        kind: statistics.median(row["s"] for row in turns if row["kind"] == kind and row["turn"] > 0)
+        for kind in ("ours", "torch")
+    }
+    print(f"warm, medians: {warm['ours']:.3f} against {warm['torch']:.3f}, {warm['ours'] / warm['torch']:.2f} of it")
 
 
 def plot(path: Path, gpus: int, rows: list[dict[str, Any]]) -> None:
@@ -112,22 +167,21 @@ def main() -> None:
     size = arguments.gpus or len(gpu_devices())
     context = multiprocessing.get_context("spawn")
     out = context.Queue()
-    invitations = [invite("ccl")[0] for _ in range(4)]
-    with tempfile.TemporaryDirectory() as folder:
-        arguments_of = [(rank, size, f"{folder}/store", out, invitations) for rank in range(size)]
-        processes = [context.Process(target=rank_main, args=each, daemon=True) for each in arguments_of]
-        for process in processes:
-            process.start()
-        result = out.get(timeout=400)
-        for process in processes:
-            process.join(30)
+    invitation = invite("ccl")[0]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    arguments_of = [(rank, size, store.port, out, invitation) for rank in range(size)]
+    processes = [context.Process(target=rank_main, args=each, daemon=True) for each in arguments_of]
+    for process in processes:
+        process.start()
+    result = out.get(timeout=400)
+    for process in processes:
+        process.join(30)
     print(f"all_reduce float32, {size} GPUs ({torch.cuda.get_device_name(0)}), torch {torch.__version__}")
     print(f"{'bytes':>12} {'us':>10} {'torch us':>10} {'bus GB/s':>9} {'torch':>9} {'speed':>6}")
     for row in result["rows"]:
         numbers = f"{row['us']:10.1f} {row['peer_us']:10.1f} {row['bus_gb_s']:9.2f} {row['peer_bus_gb_s']:9.2f}"
         print(f"{row['bytes']:>12} {numbers} {row['speed']:6.2f}")
-    for name in ("remake_s", "peer_remake_s"):
-        print(f"{name:<14} {' '.join(f'{value:.3f}' for value in result[name])}")
+    print_turns(result["turns"])
     if arguments.json:
         arguments.json.write_text(json.dumps({"gpus": size, "torch": torch.__version__, **result}, indent=1))
     if arguments.plot:
