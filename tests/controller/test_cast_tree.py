@@ -96,7 +96,8 @@ class Tree:
 def tree(tmp_path: Path, agents: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch) -> Tree:
     caster, targets = client().hub._caster, client().runtime._targets
     # The agent of this machine may be there from earlier tests.
-    wait_until(lambda: {info.host for info in client().joined} <= {client()._local.id}, "others have gone")
+    others = {info.host for info in client().joined} - {client()._local.id}
+    wait_until(lambda: {info.host for info in client().joined} <= {client()._local.id}, f"{others} have gone")
     monkeypatch.setenv("MONARCH_SLURM_MAX_CAST_FANOUT", str(FANOUT))
     monkeypatch.setattr(caster.tree, "fanout", FANOUT)
     monkeypatch.setattr(targets, "_fanout", FANOUT)

@@ -22,7 +22,8 @@ def _find(variable: str, header: str, *places: Path) -> Path:
     for place in [*given, *places]:
         if (place / header).is_file():
             return place
-    pytest.skip(f"no {header}: `make test` fetches it; or set {variable} to a folder that has it")
+    fetches = "MONARCH_SLURM_TEST_NCCL=1 make test" if header == "nccl.h" else "make test"
+    pytest.skip(f"no {header}: `{fetches}` fetches it; or set {variable} to a folder that has it")
 
 
 def _wheel(fetched: str, package: str, folder: str) -> list[Path]:
