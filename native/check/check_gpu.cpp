@@ -27,6 +27,7 @@ SAME(init, cuInit, hipInit);
 SAME(device_count, cuDeviceGetCount, hipGetDeviceCount);
 SAME(error_string, cuGetErrorString, hipDrvGetErrorString);
 #if defined(MONARCH_PLATFORM_ROCM)
+static_assert(SameAbi<decltype(Table::error_text), decltype(&hipGetErrorString)>::value, "error_text");
 static_assert(SameAbi<decltype(Table::set_device), decltype(&hipSetDevice)>::value, "set_device");
 static_assert(SameAbi<decltype(Table::get_device), decltype(&hipGetDevice)>::value, "get_device");
 #else

@@ -59,6 +59,7 @@ struct Table {
   Result (*device_count)(int* count);
   Result (*error_string)(Result result, const char** text);  // may be null
 #if defined(MONARCH_PLATFORM_ROCM)
+  const char* (*error_text)(Result result);  // may be null; of runtimes that have no error_string
   Result (*set_device)(int device);
   Result (*get_device)(int* device);
 #else

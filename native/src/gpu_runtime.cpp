@@ -18,6 +18,9 @@ constexpr const char* kAdvice = "install NVIDIA's driver (libcuda.so.1), or run 
 constexpr const char* kWhat = "a GPU runtime";
 #endif
 
+constexpr Result kNoDevice = 100;       // CUDA_ERROR_NO_DEVICE, hipErrorNoDevice
+constexpr Result kInvalidDevice = 101;  // what hipInit says on a machine without a GPU
+
 Library open(const std::vector<std::string>& candidates) {
 #if defined(MONARCH_PLATFORM_NONE)
   (void)candidates;
@@ -33,6 +36,7 @@ void fill(const Library& library, Table& table) {
   library.require(table.device_count, MONARCH_GPU_SYMBOL("cuDeviceGetCount", "hipGetDeviceCount"));
   library.find(table.error_string, MONARCH_GPU_SYMBOL("cuGetErrorString", "hipDrvGetErrorString"));
 #if defined(MONARCH_PLATFORM_ROCM)
+  library.find(table.error_text, "hipGetErrorString");
   library.require(table.set_device, "hipSetDevice");
   library.require(table.get_device, "hipGetDevice");
 #else
@@ -77,12 +81,21 @@ Fd::~Fd() {
 Runtime::Runtime(const std::vector<std::string>& candidates, std::vector<std::string> hsa_candidates)
     : library_(open(candidates)), hsa_candidates_(std::move(hsa_candidates)) {
   fill(library_, table_);
-  check(table_.init(0), "Init");
+  const Result started = table_.init(0);
+  if (started == kNoDevice || started == kInvalidDevice) {
+    throw Error(
+        std::string(MONARCH_PLATFORM_NAME) + ": Init failed: " + describe(started) +
+        "; there is no GPU here that this process may use. Does the node have one, and did the job ask for it?");
+  }
+  check(started, "Init");
 }
 
 std::string Runtime::describe(Result result) const {
   const char* text = nullptr;
   if (table_.error_string != nullptr) table_.error_string(result, &text);
+#if defined(MONARCH_PLATFORM_ROCM)
+  if (text == nullptr && table_.error_text != nullptr) text = table_.error_text(result);
+#endif
   return "error " + std::to_string(result) + (text != nullptr ? std::string(" (") + text + ")" : "");
 }
 

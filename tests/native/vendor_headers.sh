@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Fetches the vendors' own declarations of what the native modules open at run time, for test_vendor_headers.py:
 # CUDA's headers, HIP's (in the triton wheel), and what NVIDIA's and AMD's Python bindings say of NCCL and RCCL. Only those
-# files are kept (10 MB); nothing is installed. With MONARCH_SLURM_TEST_NCCL=1 the real NCCL, too (300 MB).
+# files are kept (10 MB); nothing is installed. With MONARCH_SLURM_TEST_NCCL=1 the real NCCL, too (300 MB). On Debian and
+# Ubuntu also their HIP runtime (20 MB; 50 where LLVM 15 is not installed), for test_hip_runtime.py.
 #
 #   vendor_headers.sh PYTHON FOLDER
 set -euo pipefail
@@ -33,3 +34,22 @@ fetch rocm-bindings-systems 10.0.0.0.1.2 'rocm/bindings/*.pxd'
 if [ "${MONARCH_SLURM_TEST_NCCL:-}" = 1 ]; then
     fetch nvidia-nccl-cu13 2.32.3 'nvidia/nccl/*'
 fi
+
+# The distribution's HIP runtime, with what it needs and is not installed: unpacked below FOLDER/hip.
+fetch_hip() {
+    local packages scratch deb
+    [ -e "$folder/hip-5.2" ] && return
+    command -v apt-get >/dev/null || return 0
+    packages=$(apt-get install --simulate --no-install-recommends --yes libamdhip64-5 2>/dev/null | awk '/^Inst/ { print $2 }')
+    scratch=$(mktemp -d)
+    # shellcheck disable=SC2086
+    if [ -z "$packages" ] || ! (cd "$scratch" && apt-get download -qq $packages 2>/dev/null); then
+        echo "warning: apt-get has no libamdhip64-5 here: the test with a real HIP runtime will be skipped" >&2
+        rm -rf "$scratch"
+        return 0
+    fi
+    for deb in "$scratch"/*.deb; do dpkg-deb -x "$deb" "$folder/hip"; done
+    rm -rf "$scratch"
+    touch "$folder/hip-5.2"
+}
+fetch_hip
