@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from monarch_slurm.tensor_memory import check_memory
+
 if TYPE_CHECKING:
     import torch
 
@@ -36,11 +38,14 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def check_tensor(what: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Refuse a tensor that is not contiguous or lies on another device.
+    """Refuse what is no tensor, not contiguous or on another device, and a tensor whose memory is not its values.
 
     Raises:
-        ValueError: it is so.
+        TypeError: it is no tensor.
+        ValueError: it is one of the others.
     """
+    if not hasattr(tensor, "is_contiguous"):
+        raise TypeError(f"{what} is a {type(tensor).__name__}; a torch.Tensor is needed")
     if tensor.device != device:
         raise ValueError(
             f"{what} is on {tensor.device}, the communicator on {device}; move it with .to({str(device)!r})"
@@ -49,6 +54,7 @@ def check_tensor(what: str, tensor: torch.Tensor, device: torch.device) -> None:
         raise ValueError(
             f"{what} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; use .contiguous()"
         )
+    check_memory(what, tensor)
 
 
 def check_reduction(op: str, tensor: torch.Tensor, dtypes: frozenset[str], library: str) -> None:

@@ -27,7 +27,8 @@ class Communicator:
     it can be captured in a CUDA or HIP graph. On CPUs a thread runs the operations in order; call `Work.wait` before
     the result is read. Until then the tensors must be left alone.
 
-    Tensors are contiguous and on `device`. ``op`` is ``sum``, ``prod``, ``max``, ``min`` or ``avg``. Wrong arguments
+    Tensors are contiguous, on `device`, and have their values in memory of their own: no DTensors, no conjugated or
+    negated views. ``op`` is ``sum``, ``prod``, ``max``, ``min`` or ``avg``. Wrong arguments
     raise ValueError or TypeError on this rank before anything is sent. After an abort every call raises
     `PeerLostError`.
     """

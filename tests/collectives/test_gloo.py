@@ -17,6 +17,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import cases  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from monarch_slurm.collectives import (  # noqa: E402
     CollectiveError,
@@ -101,6 +104,8 @@ def test_split_and_shrink() -> None:
 def _refusals(comm: Communicator, _: Connection) -> list[str]:
     two = torch.ones(2, 2)
     half = torch.ones(2, dtype=torch.float16)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    sharded = DTensor.from_local(two, init_device_mesh("cpu", (2,)), [Shard(0)])
     wrong = [
         lambda: comm.all_reduce(two.t()),
         lambda: comm.all_reduce(two.to("meta")),
@@ -116,6 +121,12 @@ def _refusals(comm: Communicator, _: Connection) -> list[str]:
         lambda: comm.split([[0, 1], [1]]),
         lambda: comm.all_reduce(torch.ones(2, dtype=torch.uint32)),
         lambda: comm.shrink([2]),
+        lambda: comm.broadcast(torch.ones(2, dtype=torch.complex64).conj()),
+        lambda: comm.all_gather(torch.ones(4), torch._neg_view(torch.ones(2))),
+        lambda: comm.all_reduce(sharded),
+        lambda: comm.recv(sharded, 1 - comm.rank),
+        lambda: comm.all_reduce(two.to_sparse()),
+        lambda: comm.all_reduce(None),
     ]
     texts = []
     for call in wrong:
@@ -136,6 +147,16 @@ def test_wrong_arguments_are_refused_and_harm_nothing() -> None:
     for text, part in zip(
         texts[:5], ["not contiguous", "is on meta", "'median'", "float8_e4m3fn", "avg of"], strict=True
     ):
+        assert part in text
+    memory = [
+        "resolve_conj",
+        "resolve_neg",
+        "use .to_local()",
+        "use .to_local()",
+        "not contiguous",
+        "torch.Tensor is needed",
+    ]
+    for text, part in zip(texts[-6:], memory, strict=True):
         assert part in text
 
 
