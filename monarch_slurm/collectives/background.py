@@ -1,4 +1,5 @@
-"""Errors that RCCL or NCCL meet in the background: one thread asks for them, for all communicators of the process.
+"""Errors that RCCL or NCCL meet in the background, and operations that do not end: one thread asks, for all
+communicators of the process.
 
 Such an error says that a connection broke, and seldom whose. The control plane mostly knows within milliseconds: it
 gets a little time to say which rank is lost, before the communicator is aborted without a name.
@@ -11,7 +12,7 @@ import time
 import weakref
 from typing import Any
 
-from monarch_slurm.collectives.errors import PeerLostError
+from monarch_slurm.collectives.errors import CollectiveError, PeerLostError
 
 POLL_S = 0.1
 GRACE_S = 1.0
@@ -34,7 +35,7 @@ class BackgroundErrors:
         self._running = False
 
     def watch(self, transport: Any) -> None:
-        """Abort ``transport`` when its library reports an error, until it ends by itself."""
+        """Abort ``transport`` when its library reports an error or an operation is overdue, until it ends by itself."""
         with self._lock:
             self._watched[transport] = None
             if not self._running:
@@ -57,6 +58,10 @@ class BackgroundErrors:
         if transport.failure() is not None or transport.comm.aborted:
             with self._lock:
                 self._watched.pop(transport, None)
+            return
+        late = transport.overdue()
+        if late:
+            transport.abort(CollectiveError(f"rank {transport.rank} of {transport.size}: {late}"))
             return
         text = transport.comm.async_error()
         if not text:

@@ -8,7 +8,8 @@ have chosen its GPU (``torch.cuda.set_device``) before. A group joins at once, a
 
 A group that is made in an endpoint of an actor is told by the control plane when the process of a rank dies: within
 milliseconds its operations end on the other ranks, and the next one raises ``torch.distributed.DistBackendError`` with
-the rank and the reason. Elsewhere only what RCCL or NCCL find out themselves ends a group.
+the rank and the reason. Elsewhere a group is ended by what RCCL or NCCL find out themselves, and by an operation that
+is not through after the group's ``timeout``; the process goes on.
 
 What differs from torch's NCCL backend: nothing ends an operation that takes too long; the group's ``timeout`` is for
 joining, for ``barrier``, and for ``destroy_process_group``, which waits for what was started. Reductions are SUM,
@@ -30,6 +31,7 @@ from monarch_slurm.collectives.ccl import CclTransport
 from monarch_slurm.collectives.errors import CollectiveError, PeerLostError
 from monarch_slurm.collectives.peers import Membership, enroll
 from monarch_slurm.collectives.rendezvous import invite
+from monarch_slurm.gpu.libraries import gpu_runtime_files
 from monarch_slurm.native_build import load_native
 from monarch_slurm.wire import Address
 
@@ -50,7 +52,13 @@ class Group(NamedTuple):
 
 
 def join_group(
-    store: Any, rank: int, size: int, timeout: timedelta, runtime: Runtime | None, device_type: str = "cuda"
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    runtime: Runtime | None,
+    device_type: str = "cuda",
+    join_timeout: timedelta | None = None,
 ) -> Group:
     """Meet the other ranks at ``store`` and make a group on the current GPU; blocks until all are there.
 
@@ -58,9 +66,10 @@ def join_group(
         store: a torch ``Store`` that no other group uses.
         rank: this process's place, from 0.
         size: number of ranks.
-        timeout: how long to wait for the others.
+        timeout: how long an operation may take; then the group is aborted.
         runtime: the actor runtime of this process, which hears of deaths; None: nobody tells.
         device_type: torch's name of it; there is a device module of that name that is like ``torch.cuda``.
+        join_timeout: how long to wait for the others; None: ``timeout``.
 
     Raises:
         PeerLostError: a rank's process ended meanwhile.
@@ -76,7 +85,7 @@ def join_group(
     fate = _Fate()
     membership = enroll(runtime, processes, fate.lost)
     try:
-        transport = CclTransport.join(token, rank, size, device, timeout.total_seconds(), fate.news)
+        transport = CclTransport.join(token, rank, size, device, (join_timeout or timeout).total_seconds(), fate.news)
         fate.decides_over(transport)
     except CollectiveError:
         membership.end()
@@ -89,7 +98,9 @@ def join_group(
         _groups.append((transport, membership))
         _streams.append(stream)
     comm = transport.comm.capsule()
-    backend = native.create(rank, size, comm, stream, stream.cuda_stream, timeout.total_seconds())
+    seconds = timeout.total_seconds()
+    backend = native.create(rank, size, comm, stream, stream.cuda_stream, seconds, gpu_runtime_files())
+    transport.overdue = lambda: str(native.overdue(backend))
     return Group(backend, transport, stream)
 
 

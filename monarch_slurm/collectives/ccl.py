@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from monarch_slurm.collectives.background import background_errors
@@ -31,6 +31,8 @@ class CclTransport:
         self._device = device
         self._failure: BaseException | None = None
         self._barrier_flag: torch.Tensor | None = None
+        self.overdue: Callable[[], str] = lambda: ""
+        """Tells of an operation that has not ended in time; then the communicator is aborted."""
         background_errors.watch(self)
 
     @classmethod

@@ -9,21 +9,17 @@ when the process of a peer dies: within milliseconds the operations that wait fo
 
 from __future__ import annotations
 
-import logging
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
-from torchft.futures import stream_timeout
 from torchft.process_group import ProcessGroupWrapper
 
 from monarch_slurm.actor.context import current_context
 from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.collectives.c10d import BACKEND, Group, join_group
 from monarch_slurm.collectives.errors import CollectiveError
-
-logger = logging.getLogger(__name__)
 
 
 class ProcessGroupMonarch(ProcessGroupWrapper):  # type: ignore[misc]  # torchft has no types
@@ -64,23 +60,10 @@ class ProcessGroupMonarch(ProcessGroupWrapper):  # type: ignore[misc]  # torchft
         return failure if isinstance(failure, Exception) else None
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> ProcessGroup:
-        group = self.group = join_group(store, rank, world_size, self._join_timeout, self._runtime)
+        group = self.group = join_group(
+            store, rank, world_size, self._timeout, self._runtime, join_timeout=self._join_timeout
+        )
         made = ProcessGroup(store, rank, world_size)
         made._set_default_backend(ProcessGroup.BackendType.CUSTOM)
         made._register_backend(torch.device("cuda"), ProcessGroup.BackendType.CUSTOM, group.backend)
         return made
-
-    def _wrap_work(self, work: Any, opts: object) -> Any:
-        group = self.group
-        if group is not None:
-            given: timedelta = getattr(opts, "timeout", timedelta(0))
-            timeout = min(given, self._timeout) if given > timedelta(0) else self._timeout
-            with torch.cuda.stream(group.stream):
-                stream_timeout(lambda: _give_up(group, timeout), timeout)
-        return work
-
-
-def _give_up(group: Group, timeout: timedelta) -> None:
-    failure = CollectiveError(f"an operation was not complete after {timeout.total_seconds():g} s; a replica hangs")
-    logger.error("aborting the process group: %s", failure)
-    group.transport.abort(failure)

@@ -28,6 +28,15 @@ def native() -> ModuleType:
     return load_native("_native")
 
 
+def gpu_runtime_files() -> list[str]:
+    """Return the names under which the GPU runtime may be found, the one that is loaded first."""
+    if gpu_platform() == "rocm":
+        name, sonames = "libamdhip64.so", ["libamdhip64.so.7", "libamdhip64.so.6"]
+    else:
+        name, sonames = "libcuda.so", ["libcuda.so.1"]
+    return _candidates(name, sonames, override="MONARCH_SLURM_GPU_LIBRARY")
+
+
 @functools.cache
 def gpu_runtime() -> Any:
     """Return the opened GPU runtime (``Runtime`` of the native module); the same one each time.
@@ -35,12 +44,8 @@ def gpu_runtime() -> Any:
     Raises:
         MonarchSlurmError: no such library, or it finds no device.
     """
-    if gpu_platform() == "rocm":
-        name, sonames = "libamdhip64.so", ["libamdhip64.so.7", "libamdhip64.so.6"]
-        hsa = _candidates("libhsa-runtime64.so", ("libhsa-runtime64.so.1",))
-    else:
-        name, sonames, hsa = "libcuda.so", ["libcuda.so.1"], []
-    return native().Runtime(_candidates(name, sonames, override="MONARCH_SLURM_GPU_LIBRARY"), hsa)
+    hsa = _candidates("libhsa-runtime64.so", ("libhsa-runtime64.so.1",)) if gpu_platform() == "rocm" else []
+    return native().Runtime(gpu_runtime_files(), hsa)
 
 
 @functools.cache

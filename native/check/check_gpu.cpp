@@ -1,5 +1,6 @@
 // Compiled in tests against a vendor's real header; never part of a module. Our declarations must have the vendor's
 // number of arguments, each of the same size and passed the same way, and structs and constants must agree.
+#include "capture_api.h"
 #include "gpu_api.h"
 
 #if defined(MONARCH_PLATFORM_ROCM)
@@ -62,6 +63,14 @@ SAME(range_handle, cuMemGetHandleForAddressRange, hipMemGetHandleForAddressRange
 SAME(ipc_get, cuIpcGetMemHandle, hipIpcGetMemHandle);
 SAME(ipc_open, cuIpcOpenMemHandle, hipIpcOpenMemHandle);
 SAME(ipc_close, cuIpcCloseMemHandle, hipIpcCloseMemHandle);
+
+using monarch::capture::kRelaxed;
+static_assert(SameAbi<decltype(monarch::capture::Table::is_capturing),
+                      decltype(&VENDOR(cuStreamIsCapturing, hipStreamIsCapturing))>::value);
+static_assert(SameAbi<decltype(monarch::capture::Table::exchange_mode),
+                      decltype(&VENDOR(cuThreadExchangeStreamCaptureMode, hipThreadExchangeStreamCaptureMode))>::value);
+static_assert(kRelaxed == static_cast<int>(VENDOR(CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed)));
+static_assert(VENDOR(CU_STREAM_CAPTURE_STATUS_NONE, hipStreamCaptureStatusNone) == 0);
 
 using Prop = VENDOR(CUmemAllocationProp, hipMemAllocationProp);
 static_assert(sizeof(AllocationProp) == sizeof(Prop));

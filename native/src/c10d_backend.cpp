@@ -78,8 +78,13 @@ class MonarchBackend::Attempt {
 };
 
 MonarchBackend::MonarchBackend(int rank, int size, std::shared_ptr<ccl::Comm> comm, c10::Stream stream, void* handle,
-                               Milliseconds timeout)
-    : Backend(rank, size), comm_(std::move(comm)), stream_(stream), handle_(handle), timeout_(timeout) {}
+                               Milliseconds timeout, const std::vector<std::string>& gpu_libraries)
+    : Backend(rank, size),
+      comm_(std::move(comm)),
+      stream_(stream),
+      handle_(handle),
+      timeout_(timeout),
+      watch_(gpu_libraries, handle) {}
 
 MonarchBackend::~MonarchBackend() { give_up_block(); }
 
@@ -127,6 +132,7 @@ void MonarchBackend::start(std::vector<Operation>& operations, bool as_group) {
       if (tensor.numel() > 0) guard.recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);
     }
     each.work->started(stream_);
+    watch_.add(each.work->event(), each.work->retrieveOpType(), timeout_);
   }
 }
 
@@ -450,7 +456,13 @@ WorkPtr MonarchBackend::barrier(const c10d::BarrierOptions& options) {
   return launch(
       c10d::OpType::BARRIER, {flag}, {},
       [=, this] { comm_->all_reduce(flag.data_ptr(), flag.data_ptr(), 1, kByte, kMax, handle_); }, {},
-      options.timeout.count() > 0 ? options.timeout : timeout_);
+      options.timeout.count() > 0 ? options.timeout : timeout_.load());
+}
+
+std::string MonarchBackend::overdue() {
+  if (!comm_->aborted()) return watch_.overdue();
+  watch_.clear();
+  return {};
 }
 
 void MonarchBackend::abort() { comm_->abort("the process group was aborted"); }
@@ -473,7 +485,8 @@ namespace py = pybind11;
 namespace {
 
 c10::intrusive_ptr<c10d::Backend> create(int rank, int size, const py::capsule& comm, const c10::Stream& stream,
-                                         std::uint64_t handle, double timeout_s) {
+                                         std::uint64_t handle, double timeout_s,
+                                         const std::vector<std::string>& gpu_libraries) {
   // The capsule is `Comm.capsule()` of _native, which is built from the same ccl.h.
   const char* name = comm.name();
   TORCH_CHECK_VALUE(name != nullptr && std::strcmp(name, "monarch_slurm.ccl.Comm") == 0,
@@ -482,12 +495,21 @@ c10::intrusive_ptr<c10d::Backend> create(int rank, int size, const py::capsule& 
   TORCH_CHECK_VALUE((*shared)->rank() == rank && (*shared)->size() == size,
                     "the communicator has another rank or size");
   return c10::make_intrusive<monarch::MonarchBackend>(rank, size, *shared, stream, reinterpret_cast<void*>(handle),
-                                                      monarch::Milliseconds(static_cast<int64_t>(1e3 * timeout_s)));
+                                                      monarch::Milliseconds(static_cast<int64_t>(1e3 * timeout_s)),
+                                                      gpu_libraries);
+}
+
+std::string overdue(const c10::intrusive_ptr<c10d::Backend>& backend) {
+  auto* ours = dynamic_cast<monarch::MonarchBackend*>(backend.get());
+  TORCH_CHECK_TYPE(ours != nullptr, "not a backend of this module");
+  return ours->overdue();
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_c10d, m) {
   m.doc() = "torch.distributed's backend `monarch`; see monarch_slurm.collectives.c10d";
-  m.def("create", &create);
+  m.def("create", &create, py::arg("rank"), py::arg("size"), py::arg("comm"), py::arg("stream"), py::arg("handle"),
+        py::arg("timeout_s"), py::arg("gpu_libraries") = std::vector<std::string>());
+  m.def("overdue", &overdue, py::call_guard<py::gil_scoped_release>());
 }

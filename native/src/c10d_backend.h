@@ -2,12 +2,14 @@
 // streams and events are torch's device-generic ones, and the raw stream handle comes from Python.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
+#include "c10d_watch.h"
 #include "c10d_work.h"
 #include "ccl.h"
 
@@ -18,9 +20,9 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 class MonarchBackend : public c10d::Backend {
  public:
   // `stream` is where operations run, `handle` its raw handle; its owner keeps it while the backend lives. `timeout` is
-  // how long a barrier, and the end of the group, wait for other ranks.
+  // how long an operation, a barrier and the end of the group wait for other ranks.
   MonarchBackend(int rank, int size, std::shared_ptr<ccl::Comm> comm, c10::Stream stream, void* handle,
-                 Milliseconds timeout);
+                 Milliseconds timeout, const std::vector<std::string>& gpu_libraries);
   ~MonarchBackend() override;
   MonarchBackend(const MonarchBackend&) = delete;
   MonarchBackend& operator=(const MonarchBackend&) = delete;
@@ -52,6 +54,12 @@ class MonarchBackend : public c10d::Backend {
   WorkPtr send(Tensors& tensors, int peer, int tag) override;
   WorkPtr recv(Tensors& tensors, int peer, int tag) override;
   WorkPtr barrier(const c10d::BarrierOptions& options) override;
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 11
+  // For operations that are started from now on.
+  void setTimeout(Milliseconds timeout) override { timeout_ = timeout; }
+#endif
+  // Which operation has not ended in time; empty when all is well.
+  std::string overdue();
   // Ends what runs; from any thread.
   void abort() override;
   // Waits for what was started, at most the group's timeout.
@@ -88,7 +96,8 @@ class MonarchBackend : public c10d::Backend {
   std::shared_ptr<ccl::Comm> comm_;
   c10::Stream stream_;
   void* handle_;
-  Milliseconds timeout_;
+  std::atomic<Milliseconds> timeout_;
+  Watch watch_;
   bool collecting_ = false;
   std::vector<Operation> collected_;
 };

@@ -46,6 +46,8 @@ class StreamWork : public c10d::Work {
              Milliseconds host_timeout);
   // An operation of a coalescing block is started when the block ends; until then it is collected.
   void started(const c10::Stream& stream);
+  // What stands behind it on the stream, once it has been started.
+  const std::shared_ptr<c10::Event>& event() const { return event_; }
   void give_up();
   bool given_up() const { return state_ == State::kGivenUp; }
 
@@ -67,7 +69,7 @@ class StreamWork : public c10d::Work {
 
   std::shared_ptr<ccl::Comm> comm_;
   c10::Device device_;
-  c10::Event event_;
+  std::shared_ptr<c10::Event> event_;
   Tensors outputs_;
   Milliseconds host_timeout_;
   std::atomic<State> state_{State::kCollected};
@@ -79,14 +81,14 @@ StreamWork::StreamWork(int rank, c10d::OpType type, std::shared_ptr<ccl::Comm> c
     : Work(rank, type),
       comm_(std::move(comm)),
       device_(device),
-      event_(device.type()),
+      event_(std::make_shared<c10::Event>(device.type())),
       outputs_(std::move(outputs)),
       host_timeout_(host_timeout),
       future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
                                                        std::vector<c10::Device>{device})) {}
 
 inline void StreamWork::started(const c10::Stream& stream) {
-  event_.record(stream);
+  event_->record(stream);
   state_ = State::kStarted;
   const c10::StreamGuard guard(stream);  // the future records what is current
   future_->markCompleted(c10::IValue(outputs_));
@@ -105,7 +107,7 @@ inline std::string StreamWork::failure() const {
 }
 
 inline bool StreamWork::isCompleted() {
-  return given_up() || !comm_->failure().empty() || (state_ == State::kStarted && event_.query());
+  return given_up() || !comm_->failure().empty() || (state_ == State::kStarted && event_->query());
 }
 
 inline bool StreamWork::isSuccess() const { return failure().empty(); }
@@ -124,7 +126,7 @@ inline void StreamWork::synchronize() {
   const std::string reason = failure();
   give_up();  // whoever waits inside of a block is not going to end it
   TORCH_CHECK_WITH(DistBackendError, reason.empty(), reason);
-  event_.block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+  event_->block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
 }
 
 inline bool StreamWork::wait(Milliseconds timeout) {

@@ -521,6 +521,27 @@ def test_an_abort_while_operations_are_started() -> None:
     on_ranks(body)
 
 
+def test_an_operation_that_does_not_end_in_time_ends_the_group() -> None:
+    def body(rank: Rank) -> None:
+        for _ in range(3):
+            _sum_is_right(rank)
+        wait_until(lambda: not rank.transport.overdue())
+        rank.backend.set_timeout(datetime.timedelta(milliseconds=300))
+        if rank.rank != 0:
+            return  # never calls
+        work = rank.all_reduce(rank.tensor(1.0))
+        with pytest.raises(
+            dist.DistBackendError,
+            match="rank 0 of 3: ALLREDUCE, operation 4 of the group, is not through after 300 ms",
+        ):
+            work.wait(datetime.timedelta(seconds=DEADLINE))
+        with pytest.raises(dist.DistBackendError, match="operation 4 of the group"):
+            rank.all_reduce(rank.tensor(1.0))
+        assert not rank.transport.overdue()
+
+    on_ranks(body)
+
+
 def test_the_control_plane_names_the_lost_rank() -> None:
     def body(rank: Rank) -> None:
         work = rank.all_reduce(rank.tensor(1.0)) if rank.rank == 0 else None
