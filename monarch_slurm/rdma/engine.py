@@ -29,9 +29,10 @@ class Target:
 
 
 class Op(NamedTuple):
-    """One copy between local memory and the first ``nbytes`` of ``target``.
+    """One copy between local memory and ``nbytes`` of ``target``.
 
-    The local memory lies at ``address`` of the host, or of a device if it has a ``stager``.
+    The local memory lies at ``address`` of the host, or of a device if it has a ``stager``. In the target it begins at
+    ``offset``, which is 0 unless `bounce` has cut the copy.
     """
 
     write: bool
@@ -40,6 +41,7 @@ class Op(NamedTuple):
     target: Target
     anchor: object | None = None
     stager: Stager | None = None
+    offset: int = 0
 
 
 class Begun:

@@ -16,7 +16,7 @@ from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.config import settings
 from monarch_slurm.host.identity import ADDRESS_VARIABLE, pid_space
 from monarch_slurm.rdma import samehost
-from monarch_slurm.rdma.bounce import on_host
+from monarch_slurm.rdma.bounce import bounced
 from monarch_slurm.rdma.control import Control, Fields
 from monarch_slurm.rdma.engine import Begun, Engine, Op
 from monarch_slurm.rdma.errors import NoBackendError, NoDirectWayError, PeerLostError, RDMAError, RDMATimeoutError
@@ -160,8 +160,7 @@ class Manager:
         if engine.takes_devices:
             engine.transfer(ops, deadline)
         else:
-            with on_host(ops) as hosted:
-                engine.transfer(hosted, deadline)
+            bounced(ops, lambda hosted: engine.transfer(hosted, deadline))
 
     def drop(self, slot: int, key: int, deadline: float) -> None:
         """Take back a buffer of this process; see `Registry.drop`."""

@@ -169,7 +169,7 @@ class SameHost:
         with self.holding(ops, deadline):
             for write in (False, True):
                 call = _writev if write else _readv
-                batch = [(op.address, op.target.address, op.nbytes) for op in ops if op.write is write]
+                batch = [(op.address, op.target.address + op.offset, op.nbytes) for op in ops if op.write is write]
                 small = [piece for piece in batch if piece[2] <= _SMALL]
                 for start in range(0, len(small), _IOV_MAX):
                     if start:
@@ -189,7 +189,7 @@ class SameHost:
             for op in ops:
                 assert op.target.mapping is not None
                 fd, offset, size = op.target.mapping
-                there = self._base(fd, size) + offset
+                there = self._base(fd, size) + offset + op.offset
                 pieces.append((there, op.address, op.nbytes) if op.write else (op.address, there, op.nbytes))
             copy_pieces(lambda piece: ctypes.memmove(*piece), pieces, deadline)
 

@@ -69,7 +69,7 @@ class TcpEngine:
         for op in ops:
             for start in range(0, op.nbytes, self._chunk_bytes):
                 size = min(self._chunk_bytes, op.nbytes - start)
-                chunks.append(_Chunk(op.write, op.address + start, size, op.target, start))
+                chunks.append(_Chunk(op.write, op.address + start, size, op.target, op.offset + start))
         total = sum(op.nbytes for op in ops)
         streams = self._lanes.take(len(chunks) if total > self._chunk_bytes else 1, deadline)
         try:

@@ -22,7 +22,7 @@ from monarch_slurm.config import settings
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.native_build import NativeBuildError, load_native
 from monarch_slurm.rdma import verbs_devices
-from monarch_slurm.rdma.bounce import on_host
+from monarch_slurm.rdma.bounce import bounced
 from monarch_slurm.rdma.engine import Op, Target, remaining
 from monarch_slurm.rdma.errors import (
     BufferGoneError,
@@ -200,8 +200,7 @@ class VerbsEngine:
             try:
                 regions = self._regions(ops)
             except NoDirectWayError:  # local memory of a GPU; the owner's is reached all the same
-                with on_host(ops) as hosted:
-                    self._run(lane, hosted, self._regions(hosted), rkeys, deadline)
+                bounced(ops, lambda hosted: self._run(lane, hosted, self._regions(hosted), rkeys, deadline))
             else:
                 self._run(lane, ops, regions, rkeys, deadline)
         finally:
@@ -215,7 +214,14 @@ class VerbsEngine:
         self, lane: _Lane, ops: Sequence[Op], regions: Sequence[Any], rkeys: dict[Buffer, int], deadline: float
     ) -> None:
         copies = [
-            (op.write, op.address, region.lkey, op.target.address, rkeys[op.target.slot, op.target.key], op.nbytes)
+            (
+                op.write,
+                op.address,
+                region.lkey,
+                op.target.address + op.offset,
+                rkeys[op.target.slot, op.target.key],
+                op.nbytes,
+            )
             for op, region in zip(ops, regions, strict=True)
         ]
         if lane.link is None:

@@ -7,11 +7,14 @@ import hashlib
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from monarch_slurm.actor import Actor, endpoint
-from monarch_slurm.rdma import RDMAAction, RDMABuffer, buffer, memory, recent_transfers, shared_memory
+from monarch_slurm.rdma import RDMAAction, RDMABuffer, RDMAError, buffer, memory, recent_transfers, shared_memory
+from monarch_slurm.rdma.engine import Op
+from monarch_slurm.rdma.manager import manager
 
 
 def pattern(nbytes: int, seed: int) -> bytearray:
@@ -151,6 +154,33 @@ class Holder(Actor):
         """Return class and text of the error that a read ends with."""
         error = buffer.read_into(memoryview(bytearray(buffer.size())), timeout=timeout).exception(120)
         return type(error).__name__, str(error)
+
+    @endpoint
+    def spoil_key(self, buffer: RDMABuffer) -> None:
+        """Have the next read of the buffer by ibverbs use a key that is none."""
+        engine: Any = manager()._peer(buffer._home)._engines["ibverbs"]
+        key, rkey = engine._rkeys[buffer._target.slot]
+        engine._rkeys[buffer._target.slot] = key, rkey ^ 0x5A5A00
+
+    @endpoint
+    def be_deaf(self, buffer: RDMABuffer) -> None:
+        """Keep the queue pairs to the buffer's owner, and do not hear of its end."""
+        peer = manager()._peer(buffer._home)
+        peer.enter()
+        engine: Any = peer._engines["ibverbs"]
+        engine.lost = lambda reason: None
+
+    @endpoint
+    def read_by_queue_pair(self, buffer: RDMABuffer) -> tuple[str, str]:
+        """Read as if nothing were known of the owner; return class and text of the error."""
+        local = memory.memory_of(memoryview(bytearray(buffer.size())))
+        read = Op(False, local.address, buffer.size(), buffer._target, local)
+        engine: Any = manager()._peer(buffer._home)._engines["ibverbs"]
+        try:
+            engine.transfer([read], time.monotonic() + 120)
+        except RDMAError as error:
+            return type(error).__name__, str(error)
+        return "", ""
 
     @endpoint
     def add_up(self, buffers: list[RDMABuffer]) -> list[str]:

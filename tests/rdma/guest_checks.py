@@ -88,6 +88,11 @@ def buffers_and_keys(owner: Any, user: Any) -> None:
     kind, text = user.read_error.call_one(buffers[1]).get(WAIT)
     assert (kind, "(ibverbs)" in text) == ("BufferGoneError", True)
     check(user, buffers[2], 2)
+    step("a wrong key that reaches the device")
+    user.spoil_key.call_one(buffers[2]).get(WAIT)
+    kind, text = user.read_error.call_one(buffers[2]).get(WAIT)
+    assert (kind, "the owner's device refused the transfer" in text) == ("BufferGoneError", True), (kind, text)
+    check(user, buffers[2], 2)
 
 
 def memory_of_a_gpu(owner: Any, user: Any) -> None:
@@ -134,11 +139,15 @@ def killed_peer(host: HostMesh, user: Any) -> None:
     doomed = spawn(host)
     buffer = doomed.make.call_one(100_000, 3).get(WAIT)
     check(user, buffer, 3)
+    user.be_deaf.call_one(buffer).get(WAIT)
     os.kill(doomed.pid.call_one().get(WAIT), signal.SIGKILL)
     # Until it has ended, which takes a while here, the device still reads its memory.
     assert isinstance(doomed.pid.call_one().exception(WAIT), SupervisionError)
     kind, text = user.read_error.call_one(buffer).get(WAIT)
     assert kind == "PeerLostError", (kind, text)
+    # Whoever has not heard of it yet is told by the queue pair.
+    kind, text = user.read_by_queue_pair.call_one(buffer).get(WAIT)
+    assert (kind, "does not answer on the RDMA network" in text) == ("PeerLostError", True), (kind, text)
 
 
 def in_one_guest() -> None:

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,9 +77,11 @@ def op(entry: Entry, local: torch.Tensor, write: bool = False) -> Op:
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fake(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    folder = tmp_path_factory.getbasetemp() / "fake_gpu"  # compiled once
+    folder.mkdir(exist_ok=True)
     monkeypatch.setenv("MONARCH_SLURM_GPU_PLATFORM", "cuda")
-    monkeypatch.setenv("MONARCH_SLURM_GPU_LIBRARY", str(compile_fake("fake_gpu", "cuda", tmp_path)))
+    monkeypatch.setenv("MONARCH_SLURM_GPU_LIBRARY", str(compile_fake("fake_gpu", "cuda", folder)))
     libraries.gpu_runtime.cache_clear()
     yield
     libraries.gpu_runtime.cache_clear()

@@ -97,6 +97,18 @@ def test_batches_do_not_wait_for_each_other(registry: Registry, entries: list[En
     registry.drop(entries[1].slot, entries[1].key, soon())
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_copy_that_begins_within_the_buffer(registry: Registry, peer: SameHost, shared: bool) -> None:
+    view = shared_memory(5000) if shared else memoryview(bytearray(5000))
+    view[:] = pattern(5000, 1)
+    entry, local = registry.add(memory_of(view)), bytearray(100)
+    at = entry.memory.address
+    target = Target(entry.slot, entry.key, entry.slot_address, at, 5000, SharedMemory.find(at, 5000))
+    op = Op(False, memory_of(memoryview(local)).address, 100, target, local, None, 4321)
+    (peer.transfer_mapped if shared else peer.transfer)([op], soon())
+    assert local == pattern(5000, 1)[4321:4421]
+
+
 def test_many_batches_and_drops_at_once(registry: Registry, peer: SameHost) -> None:
     many = [registry.add(memory_of(memoryview(bytearray(8)))) for _ in range(200)]
     faults: list[BaseException] = []

@@ -256,6 +256,15 @@ def test_tcp_reads_and_writes(served: Served) -> None:
     engine.close()
 
 
+def test_tcp_copies_that_begin_within_the_buffer(served: Served) -> None:
+    engine, local = served.engine(), memoryview(bytearray(200_000))
+    engine.transfer([served.op(local)._replace(offset=500_004)], soon())
+    assert local == b"et!!secr" * 25_000
+    with pytest.raises(RDMAError, match="past the end"):
+        engine.transfer([served.op(local)._replace(offset=600_001)], soon())
+    engine.close()
+
+
 def test_tcp_refusals_leave_the_connection_whole(served: Served) -> None:
     engine, local = served.engine(), memoryview(bytearray(800_000))
     for write in (False, True):
