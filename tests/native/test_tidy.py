@@ -20,7 +20,7 @@ def test_tidy() -> None:
     wanted: dict[str, list[str]] = {}
     for name, extension in EXTENSIONS.items():
         if not extension.links_torch:  # torch's headers would take a minute
-            words = _recipe(name, "rocm", strict=False).command[1:]
+            words = _recipe(name, "rocm", strict=False).arguments
             flags = [word for word in words if word.startswith(("-I", "-isystem", "-D", "-std"))]
             wanted.update({word: flags for word in words if word.endswith(".cpp")})
 
