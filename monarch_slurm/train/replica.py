@@ -48,9 +48,9 @@ class Replica:
 def open_replica(place: Place, timeout: float, *, always_group: bool = False) -> Replica:
     """Meet the other ranks of the replica.
 
-    With one rank this takes no time and starts no process group, unless ``always_group`` asks for one. With more, all
-    of them have to come within ``timeout`` seconds, which also bounds the replica's own collectives: NCCL (RCCL on AMD)
-    on GPUs, Gloo on the CPU.
+    With one rank this takes no time and starts no process group, unless ``always_group`` asks for one, which then is
+    for host memory, too. With more, all of them have to come within ``timeout`` seconds, which also bounds the
+    replica's own collectives: NCCL (RCCL on AMD) on GPUs, Gloo on the CPU.
 
     Raises:
         ConfigError: ``place`` names addresses that this host does not have, or the store's port is taken.
@@ -71,7 +71,7 @@ def open_replica(place: Place, timeout: float, *, always_group: bool = False) ->
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" it is a prefix
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        ("cpu:gloo,cuda:nccl" if always_group else "cuda:nccl") if device.type == "cuda" else "gloo",
         store=store,
         rank=place.rank,
         world_size=place.world_size,

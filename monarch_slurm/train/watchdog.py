@@ -60,6 +60,8 @@ class Watchdog:
         if progress is None:
             return
         if event["kind"] == "phase":
+            if progress.phase == "warmup" and event["rank"] in self._asked:
+                self._asked[event["rank"]] = now  # it runs, and the answer may be on its way
             self._progress[event["rank"]] = _Progress(event["phase"], now)
         elif event["kind"] == "finished":
             del self._progress[event["rank"]]
@@ -101,4 +103,8 @@ class Watchdog:
             for rank, p in self._progress.items()
         ]
         silent = "its interpreter has not answered (stopped, or native code holds the GIL)"
-        return steps + [(asked + self._step_deadline, rank, asked, silent) for rank, asked in self._asked.items()]
+        return steps + [(asked + self._patience(rank), rank, asked, silent) for rank, asked in self._asked.items()]
+
+    def _patience(self, rank: int) -> float:
+        """Return how long the interpreter may be silent: loading a library from a slow disk keeps the GIL."""
+        return START_DEADLINE if self._progress[rank].phase == "warmup" else self._step_deadline

@@ -45,7 +45,9 @@ def titan_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def titan_environment(titan_assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where `titan_on_cpu` is, for processes that import it, and what it needs."""
+    """Where `titan_on_cpu` is, for processes that import it, and what it needs. This one imports it first of all."""
+    import titan_on_cpu  # noqa: F401
+
     monkeypatch.setenv("TITAN_ASSETS", str(titan_assets / "tokenizer"))
     monkeypatch.setenv("TITAN_TEXT", str(titan_assets / "text"))
     monkeypatch.setenv("HF_HOME", str(titan_assets / "cache"))
