@@ -324,11 +324,13 @@ def _enqueued(device: Any, copy: Callable[[], None]) -> Callable[[], object] | N
     cuda = sys.modules["torch"].cuda
     if cuda.is_current_stream_capturing():
         return None
-    with cuda.device(device), cuda.stream(cuda.default_stream(device)):
-        copy()
-        event = cuda.Event()
-        event.record()
-    wait: Callable[[], object] = event.synchronize
+    default = cuda.default_stream(device)
+    if cuda.current_device() == device.index and cuda.current_stream() == default:
+        copy()  # to change to where one is takes as long as all the rest
+    else:
+        with cuda.device(device), cuda.stream(default):
+            copy()
+    wait: Callable[[], object] = default.record_event().synchronize
     return wait
 
 
