@@ -24,8 +24,6 @@ def check_memory(what: str, tensor: Any) -> None:
     try:
         storage = tensor.untyped_storage()
         is_fake = storage.device.type == "meta"
-        if not is_fake:
-            tensor.data_ptr()  # a lazy copy gets its memory here
         start, size = (0, 1) if is_fake else (storage.data_ptr(), storage.nbytes())
     except (RuntimeError, NotImplementedError):  # it has no storage, or one without memory
         raise ValueError(f"{what} has no memory of its own: {_what_instead(tensor)}") from None

@@ -66,9 +66,6 @@ class Memory:
         keep: what keeps the memory where it is, as long as this object lives.
         anchor: an object that dies no later than the memory does, or None when there is none that can tell.
         stager: for memory of a device; None for host memory.
-        storage: for a tensor, what `is_there` asks.
-        storage_address: where it lay.
-        storage_bytes: how far into it the memory reaches.
     """
 
     address: int
@@ -77,16 +74,6 @@ class Memory:
     keep: object
     anchor: object | None = None
     stager: Stager | None = None
-    storage: Any = None
-    storage_address: int = 0
-    storage_bytes: int = 0
-
-    def is_there(self) -> bool:
-        """Return whether the memory is still this object's: a tensor's storage may be freed or resized in place."""
-        if self.storage is None:
-            return True
-        lies, size = self.storage.data_ptr(), self.storage.nbytes()
-        return bool(lies == self.storage_address and size >= self.storage_bytes)
 
 
 class _PyBuffer(ctypes.Structure):
@@ -130,15 +117,18 @@ def memory_of(data: Any) -> Memory:
             return Memory(export.address, export.nbytes, export.readonly, export, _anchor(data.obj))
     elif _is_tensor(data) and _is_dense(data):
         check_memory("the tensor", data)
-        size = data.element_size()
-        nbytes = data.numel() * size
-        storage = data.untyped_storage()
-        lies = storage, storage.data_ptr(), data.storage_offset() * size + nbytes
+        nbytes = data.numel() * data.element_size()
         stager = None if data.device.type == "cpu" else Stager(data)
-        return Memory(data.data_ptr(), nbytes, False, data, _anchor(storage), stager, *(lies if nbytes else ()))
+        return Memory(data.data_ptr(), nbytes, False, data, _anchor(data.untyped_storage()), stager)
     raise ValueError(
         f"RDMABuffer only supports contiguous torch.Tensor or c-contiguous memoryview. Got: {_describe(data)}"
     )
+
+
+def storage_of(memory: Memory) -> Any:
+    """Return the torch storage that the memory lies in, or None. It may be freed or resized in place."""
+    torch = sys.modules.get("torch")
+    return memory.anchor if torch is not None and isinstance(memory.anchor, torch.UntypedStorage) else None
 
 
 def extent_of(anchor: Any) -> tuple[int, int] | None:

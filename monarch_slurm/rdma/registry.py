@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from monarch_slurm.rdma.errors import BufferGoneError, RDMATimeoutError
-from monarch_slurm.rdma.memory import Memory
+from monarch_slurm.rdma.memory import Memory, storage_of
 from monarch_slurm.rdma.slot_locks import wait_for_others
 
 BLOCK = 4096
@@ -36,6 +36,16 @@ class Entry:
         self.dropped = False
         self.dropping = False
         self.users = 0
+        self._storage = storage_of(memory)
+        self._storage_address = 0 if self._storage is None else self._storage.data_ptr()
+
+    def is_there(self) -> bool:
+        """Return whether the memory is still this buffer's: a tensor's storage may be freed or resized in place."""
+        if self._storage is None:
+            return True
+        address, size = self._storage.data_ptr(), self._storage.nbytes()
+        end = self.memory.address + self.memory.nbytes
+        return bool(address == self._storage_address and end <= address + size)
 
 
 class Registry:
@@ -83,7 +93,7 @@ class Registry:
 
     def is_there(self, entry: Entry) -> bool:
         """Return whether the buffer's memory is; if not, peers find no key for it from now on."""
-        if entry.memory.is_there():
+        if entry.is_there():
             return True
         with self._changed:
             if self._entries.get(entry.slot) is entry:

@@ -210,9 +210,12 @@ class SameHost:
             BufferGoneError: one is dropped.
             PeerLostError: the process has ended.
         """
-        with self._slots.holding((op.target.slot for op in ops), deadline):
+        slots = self._slots.take([op.target.slot for op in ops], deadline)
+        try:
             self._check(ops)
             yield
+        finally:
+            self._slots.give(slots)
 
     def _check(self, ops: Sequence[Op]) -> None:
         """Make sure that the process is the same, and that the buffers are there."""

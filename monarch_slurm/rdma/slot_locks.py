@@ -7,8 +7,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 from monarch_slurm.rdma.errors import RDMAError, RDMATimeoutError
 
@@ -30,25 +29,23 @@ class SlotLocks:
         self._held: dict[int, int] = {}
         """By slot: how many hold it. Locks of one open file do not exclude each other; to unlock would be for all."""
 
-    @contextmanager
-    def holding(self, slots: Iterable[int], deadline: float) -> Iterator[None]:
-        """Lock ``slots``, and no others, while the block runs.
+    def take(self, wanted: Iterable[int], deadline: float) -> list[int]:
+        """Lock slots, and no others, until `give`; return what to give.
 
         Raises:
             RDMATimeoutError: the owner holds one of them until ``deadline`` (on the monotonic clock).
         """
-        mine = sorted(set(slots))
-        _patiently(lambda: self._take(mine), mine, deadline)
-        try:
-            yield
-        finally:
-            self._give(mine)
+        slots = sorted(set(wanted))
+        _patiently(self._try, slots, deadline)
+        return slots
 
-    def _take(self, slots: list[int]) -> None:
+    def _try(self, slots: list[int]) -> None:
+        held = self._held
         with self._lock:
+            new = [slot for slot in slots if slot not in held]
             taken: list[tuple[int, int]] = []
             try:
-                for run in _runs([slot for slot in slots if slot not in self._held]):
+                for run in _runs(new):
                     _set(self._fd, fcntl.F_RDLCK, *run)
                     taken.append(run)
             except BaseException:
@@ -56,15 +53,17 @@ class SlotLocks:
                     _set(self._fd, fcntl.F_UNLCK, *run)
                 raise
             for slot in slots:
-                self._held[slot] = self._held.get(slot, 0) + 1
+                held[slot] = held.get(slot, 0) + 1
 
-    def _give(self, slots: list[int]) -> None:
+    def give(self, slots: list[int]) -> None:
+        """Give back what `take` has returned."""
+        held = self._held
         with self._lock:
             free = []
             for slot in slots:
-                self._held[slot] -= 1
-                if self._held[slot] == 0:
-                    del self._held[slot]
+                held[slot] -= 1
+                if held[slot] == 0:
+                    del held[slot]
                     free.append(slot)
             for run in _runs(free):
                 _set(self._fd, fcntl.F_UNLCK, *run)
@@ -83,15 +82,15 @@ def wait_for_others(fd: int, slot: int, deadline: float) -> None:
     Raises:
         RDMATimeoutError: one does until ``deadline`` (on the monotonic clock).
     """
-    _patiently(lambda: _set(fd, fcntl.F_WRLCK, slot, slot + 1), [slot], deadline)
+    _patiently(lambda slots: _set(fd, fcntl.F_WRLCK, slots[0], slots[0] + 1), [slot], deadline)
     _set(fd, fcntl.F_UNLCK, slot, slot + 1)
 
 
-def _patiently(attempt: Callable[[], None], slots: list[int], deadline: float) -> None:
+def _patiently(attempt: Callable[[list[int]], None], slots: list[int], deadline: float) -> None:
     wait = 0.0005
     while True:
         try:
-            attempt()
+            attempt(slots)
             return
         except BlockingIOError:
             if time.monotonic() > deadline:
@@ -103,13 +102,17 @@ def _patiently(attempt: Callable[[], None], slots: list[int], deadline: float) -
             raise RDMAError(f"cannot lock the table of buffers: {error.strerror}") from None
 
 
-def _runs(slots: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield first and end of each run of adjacent ``slots``, which are sorted: 300 tensors are one lock."""
+def _runs(slots: list[int]) -> list[tuple[int, int]]:
+    """Return first and end of each run of adjacent ``slots``, which are sorted: 300 tensors are one lock."""
+    if not slots or slots[-1] - slots[0] == len(slots) - 1:
+        return [(slots[0], slots[-1] + 1)] if slots else []
+    runs = []
     start = 0
     for index in range(1, len(slots) + 1):
         if index == len(slots) or slots[index] != slots[index - 1] + 1:
-            yield slots[start], slots[index - 1] + 1
+            runs.append((slots[start], slots[index - 1] + 1))
             start = index
+    return runs
 
 
 def _set(fd: int, kind: int, first: int, end: int) -> None:
