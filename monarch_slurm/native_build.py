@@ -23,6 +23,7 @@ import fcntl
 import hashlib
 import importlib.machinery
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -220,7 +221,11 @@ class _Recipe:
     name: str
     target: Path
     arguments: list[str]
-    """Of the compiler, which is only looked for when it is needed."""
+    """Of the compiler, which is only looked for when it is needed; without what `complete` adds."""
+
+    def complete(self) -> list[str]:
+        """Return all arguments but the output's. For a module that links torch another process asks torch for some."""
+        return [*self.arguments, *(_torch_flags(self.name) if EXTENSIONS[self.name].links_torch else [])]
 
 
 def _is_there(name: str) -> bool:
@@ -249,12 +254,9 @@ def _recipe(name: str, platform: str, strict: bool) -> _Recipe:
     flags += [f"-DMONARCH_PLATFORM_{platform.upper()}=1", f"-I{sources_folder() / 'include'}"]
     flags += [f"-isystem{path}" for path in (sysconfig.get_path("include"), *_binding_headers())]
     links = ["-ldl", "-lpthread"]
-    if EXTENSIONS[name].links_torch:
-        more, links_torch = _torch_flags(name)
-        flags += more
-        links += links_torch
-    else:
-        flags.append("-std=c++17")
+    if EXTENSIONS[name].links_torch and not (torch_folder() or Path()).joinpath("include", "torch").is_dir():
+        raise NativeBuildError(f"{name} is built against torch's headers, but torch is not installed")
+    flags.append("-std=c++20" if EXTENSIONS[name].links_torch else "-std=c++17")
     key = _key(name, platform, [*flags, *links])
     suffix = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
     target = cache_folder() / key / f"{name}{suffix}"
@@ -272,15 +274,27 @@ def _binding_headers() -> list[Path]:
     raise NativeBuildError("neither torch nor pybind11 is installed; one of them must bring pybind11's headers")
 
 
-def _torch_flags(name: str) -> tuple[list[str], list[str]]:
-    """What torch.utils.cpp_extension would give. It is not asked: importing it can start the GPU of this process."""
-    folder = torch_folder()
-    if folder is None or not (folder / "include").is_dir():
-        raise NativeBuildError(f"{name} is built against torch's headers, but torch is not installed")
-    headers = [folder / "include", folder / "include" / "torch" / "csrc" / "api" / "include"]
+_ASK_TORCH = """
+import json, torch
+from torch.utils import cpp_extension
+print(json.dumps([cpp_extension.include_paths(), cpp_extension.library_paths(), torch._C._GLIBCXX_USE_CXX11_ABI]))
+"""
+
+
+def _torch_flags(name: str) -> list[str]:
+    """What torch.utils.cpp_extension gives. Another process asks it: importing it can start the GPU of this one."""
+    hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "")
+    environment = {**os.environ, **hidden, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", _ASK_TORCH]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode != 0:
+        raise NativeBuildError(f"torch does not say how {name} is built against it:\n{_tail(done.stderr)}")
+    headers, libraries, abi = json.loads(done.stdout.splitlines()[-1])
     flags = [f"-isystem{path}" for path in headers]
-    libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
-    return [*flags, "-std=c++20"], [f"-L{folder / 'lib'}", f"-Wl,-rpath,{folder / 'lib'}", *libraries]
+    flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(abi)}")
+    for path in libraries:
+        flags += [f"-L{path}", f"-Wl,-rpath,{path}"]
+    return [*flags, "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
 
 
 def _compiler() -> list[str]:
@@ -305,7 +319,7 @@ def _key(name: str, platform: str, flags: list[str]) -> str:
     torch = torch_folder()
     torch_version = torch / "version.py" if torch else None
     abi = str(sysconfig.get_config_var("SOABI") or sys.version)
-    for text in (name, platform, abi, " ".join(flags)):
+    for text in (name, platform, abi, " ".join(flags), str(torch) if EXTENSIONS[name].links_torch else ""):
         digest.update(text.encode() + b"\0")
     if torch_version is not None and torch_version.is_file():
         digest.update(torch_version.read_bytes())
@@ -325,7 +339,7 @@ def _build(recipe: _Recipe, force: bool) -> None:
             return  # another process of this node built it while we waited
         with tempfile.TemporaryDirectory(dir=recipe.target.parent) as scratch:
             output = Path(scratch) / recipe.target.name
-            command = [*compiler, *recipe.arguments, "-o", str(output)]
+            command = [*compiler, *recipe.complete(), "-o", str(output)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode != 0:
                 raise NativeBuildError(

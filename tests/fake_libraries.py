@@ -29,7 +29,7 @@ def compile_fake_device() -> Path:
 
     It is never under the sanitizers: it is not what they look for faults in.
     """
-    words = _recipe("_c10d", "none", strict=True).arguments
+    words = _recipe("_c10d", "none", strict=True).complete()
     flags = [word for word in words if word.startswith(("-I", "-isystem", "-D", "-std"))]
     links = [word for word in words if word.startswith(("-L", "-l", "-Wl,"))]
     source = sources_folder() / "testlib" / "fake_device.cpp"

@@ -15,6 +15,7 @@ from monarch_slurm.errors import ConfigError
 from monarch_slurm.health.facts import collect
 from monarch_slurm.native_build import (
     NativeBuildError,
+    _recipe,
     build_native,
     built_native,
     gpu_platform,
@@ -27,6 +28,30 @@ from monarch_slurm.native_build import (
 def test_the_c10d_backend_builds_without_a_warning() -> None:
     pytest.importorskip("torch")
     assert build_native(["_c10d"])["_c10d"].is_file()
+
+
+def test_torch_says_how_to_build_against_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked when something is built, not to find what is built."""
+    torch = pytest.importorskip("torch")
+    from torch.utils import cpp_extension
+
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho asked >> "$0.calls"\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    recipe = _recipe("_c10d", "none", strict=True)
+    calls = tmp_path / "python.calls"
+    assert not calls.exists()
+    arguments = recipe.complete()
+    assert calls.read_text() == "asked\n"
+    for path in cpp_extension.include_paths():
+        assert f"-isystem{path}" in arguments
+    for path in cpp_extension.library_paths():
+        assert f"-L{path}" in arguments
+    assert f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}" in arguments
+    python.write_text("#!/bin/sh\necho torch is broken >&2; exit 3\n")
+    with pytest.raises(NativeBuildError, match=r"torch does not say how _c10d is built[\s\S]*torch is broken"):
+        recipe.complete()
 
 
 @pytest.mark.parametrize("platform", ["rocm", "cuda", "none"])
