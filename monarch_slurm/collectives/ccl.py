@@ -30,6 +30,7 @@ class CclTransport:
         self._torch = torch
         self._device = device
         self._failure: BaseException | None = None
+        self._lock = threading.Lock()
         self._barrier_flag: torch.Tensor | None = None
         self.overdue: Callable[[], str] = lambda: ""
         """Tells of an operation that has not ended in time; then the communicator is aborted."""
@@ -172,26 +173,39 @@ class CclTransport:
 
     def abort(self, failure: BaseException) -> None:
         """End the kernels that run, and fail all that comes."""
-        if self._failure is None:
-            self._failure = failure
+        if self._end(failure):
             # The library takes half a second to end its threads: waiters are told, and a new communicator is made,
             # without waiting for that. Not a daemon: the interpreter must not end in the middle of it.
             threading.Thread(target=self.comm.abort, args=(str(failure),), name="ccl-abort").start()
 
     def close(self, failure: BaseException) -> None:
         """Wait for what was started, then end."""
-        if self._failure is None:
-            self._torch.cuda.synchronize(self._device)
-            self._failure = failure
+        if self._failure is not None:
+            return
+        self._torch.cuda.synchronize(self._device)
+        if self._end(failure):
             self.comm.destroy()
+        else:  # aborted meanwhile: what was started has ended, but is not through
+            self._raise_failure()
 
     def failure(self) -> BaseException | None:
         """Return why the communicator has ended, None while it lives."""
         return self._failure
 
-    def _stream(self) -> int:
+    def _end(self, failure: BaseException) -> bool:
+        """Refuse what comes; returns False where it had ended before."""
+        with self._lock:
+            if self._failure is not None:
+                return False
+            self._failure = failure
+            return True
+
+    def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    def _stream(self) -> int:
+        self._raise_failure()
         stream: int = self._torch.cuda.current_stream(self._device).cuda_stream
         return stream
 

@@ -28,9 +28,8 @@ class Communicator:
     the result is read. Until then the tensors must be left alone.
 
     Tensors are contiguous, on `device`, and have their values in memory of their own: no DTensors, no conjugated or
-    negated views. ``op`` is ``sum``, ``prod``, ``max``, ``min`` or ``avg``. Wrong arguments
-    raise ValueError or TypeError on this rank before anything is sent. After an abort every call raises
-    `PeerLostError`.
+    negated views. ``op`` is ``sum``, ``prod``, ``max``, ``min`` or ``avg``. Wrong arguments raise ValueError or
+    TypeError on this rank before anything is sent. After an abort every call raises `PeerLostError`.
     """
 
     def __init__(self, transport: Any, device: torch.device) -> None:
@@ -264,7 +263,12 @@ class Communicator:
         self._transport.abort(PeerLostError(reason, rank))
 
     def close(self) -> None:
-        """Wait for what was started, then free the communicator; every rank calls it. After an abort does nothing."""
+        """Wait for what was started, then free the communicator; every rank calls it. After an abort does nothing.
+
+        Raises:
+            PeerLostError: the communicator was aborted while this waited.
+            TimeoutError: gloo was not through within the ``timeout_s`` of joining.
+        """
         self._transport.close(CommunicatorClosedError("the communicator was closed"))
 
     def _rooted(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from monarch_slurm.actor import Actor, concurrent_endpoint, context
 from monarch_slurm.collectives.communicator import Communicator
-from monarch_slurm.collectives.errors import PeerLostError
+from monarch_slurm.collectives.errors import CollectiveError, PeerLostError
 from monarch_slurm.collectives.mesh import register
 from monarch_slurm.collectives.peers import Membership, enroll, lose
 from monarch_slurm.collectives.rendezvous import Invitation, invite
@@ -86,13 +86,22 @@ class Keeper(Actor):
 
     @concurrent_endpoint
     async def close(self, name: str) -> None:
-        """Close the communicator of that name, if there is one."""
+        """Close the communicator of that name, if there is one. News of a lost peer, and `abort`, end the wait."""
         register(name, None)
-        if name in self._members:
-            self._members.pop(name).end()
-        if name in self._communicators:
-            await asyncio.to_thread(self._communicators.pop(name).close)
-        self._kept.pop(name, None)
+        made, member, kept = self._communicators.get(name), self._members.get(name), self._kept.get(name)
+        try:
+            if made is not None:
+                await asyncio.to_thread(made.close)
+        except (CollectiveError, TimeoutError):
+            if made is not None:
+                made.abort("it could not be closed")
+            raise
+        finally:
+            if member is not None:
+                member.end()
+            for held, mine in ((self._communicators, made), (self._members, member), (self._kept, kept)):
+                if held.get(name) is mine:  # else a join has put new ones there
+                    held.pop(name, None)
 
 
 def _on_thread(function: Callable[[], T]) -> Future[T]:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.gpu.libraries import gpu_runtime, native
 from monarch_slurm.gpu.memory import GpuMemory
+from monarch_slurm.tensor_memory import check_memory
 
 if TYPE_CHECKING:
     import torch
@@ -179,9 +180,10 @@ def send_tensor(sock: socket.socket, tensor: torch.Tensor) -> None:
     """Give a peer process a GPU tensor without copying it. Keep the tensor until the peer has let go of it.
 
     Raises:
-        ValueError: the tensor is not on a GPU or not contiguous, or has no elements.
+        ValueError: the tensor is not on a GPU or not contiguous, has no elements, or has not its values in its memory.
         MonarchSlurmError: the driver refuses.
     """
+    check_memory("the tensor", tensor)
     if not tensor.is_cuda or not tensor.is_contiguous() or tensor.numel() == 0:
         raise ValueError(
             f"a contiguous GPU tensor with elements is needed, not one of shape {tuple(tensor.shape)} on "

@@ -145,6 +145,15 @@ def test_the_control_plane_names_the_rank_of_a_background_error(library: Path, f
     lose("there", "again")
 
 
+def test_closing(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, lost = transport(library), PeerLostError("killed", 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: ours.abort(lost))  # there is no GPU here to wait for
+    with pytest.raises(PeerLostError, match="rank 1"):
+        ours.close(CollectiveError("closed"))
+    ours.close(CollectiveError("closed"))  # after an abort there is nothing to wait for
+    assert ours.failure() is lost
+
+
 def test_what_nobody_holds_is_not_kept_by_the_watch(library: Path) -> None:
     watch, ours = BackgroundErrors(0.001, 0.0), transport(library)
     watch.watch(ours)

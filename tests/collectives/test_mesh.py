@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from support import hold
+from support import hold, wait_until
 
 torch = pytest.importorskip("torch")
 
@@ -31,6 +32,18 @@ class Worker(Actor):
     def wait_for_all(self) -> str:
         try:
             self.group.local().barrier().wait(30)
+        except PeerLostError as error:
+            return f"{error.rank}: {error.reason}"
+        return "through"
+
+    @endpoint
+    def expect_from(self, peer: int) -> None:
+        self.expected = self.group.local().recv(torch.ones(1), peer)
+
+    @endpoint
+    def wait_for_it(self) -> str:
+        try:
+            self.expected.wait(30)
         except PeerLostError as error:
             return f"{error.rank}: {error.reason}"
         return "through"
@@ -89,6 +102,24 @@ def test_a_killed_peer_is_named_to_all_who_wait_and_the_others_go_on() -> None:
     assert group.groups == [[0, 2]]
     totals = [workers.slice(gpus=rank).total.call_one(1.0) for rank in (0, 2)]
     assert [total.get(timeout=30) for total in totals] == [(0, 2, 2.0), (1, 2, 2.0)]
+
+    # Who waits in close() is told, too.
+    victim = workers.slice(gpus=2).pid.call_one().get()
+    workers.slice(gpus=0).expect_from.call_one(1).get(timeout=30)
+    waits = workers.slice(gpus=0).wait_for_it.call_one()
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(group.close)
+        left = workers.slice(gpus=2).rank_and_size
+        wait_until(
+            lambda: isinstance(left.call_one().exception(30), ActorError), "the last rank to have closed its end"
+        )
+        group._keeper(0).host.call_one().get(timeout=30)  # the close of the first is under way, too
+        os.kill(victim, signal.SIGKILL)
+        text = waits.get(timeout=30)
+        assert text.startswith("1: "), text
+        assert "Killed(sig=9)" in text, text
+        with pytest.raises(CollectiveError, match="rank 1 of the communicator is lost"):
+            closing.result(30)
     procs.stop().get()
 
 
@@ -130,11 +161,12 @@ def test_nothing_waits_for_a_hung_proc_which_finds_itself_aborted_when_it_goes_o
         assert [total.get(timeout=30) for total in totals] == [(0, 2, 2.0), (1, 2, 2.0)]
     finally:
         os.kill(hung, signal.SIGCONT)
+    group._keeper(1).host.call_one().get(timeout=60)  # what it was told before is through
     assert workers.slice(gpus=1).wait_for.call_one(0).get(timeout=30) == "1: makes no progress"
     # The new communicator goes on beside it, and its ranks are counted in it, not in the first one.
-    waits = workers.slice(gpus=0).wait_for.call_one(1)
+    workers.slice(gpus=0).expect_from.call_one(1).get(timeout=30)
     group.remake(lost=[2])
-    assert waits.get(timeout=30) == "1: left out of what was made anew"
+    assert workers.slice(gpus=0).wait_for_it.call_one().get(timeout=30) == "1: left out of what was made anew"
     assert workers.slice(gpus=0).total.call_one(1.0).get(timeout=30) == (0, 1, 1.0)
     group.close()
     procs.stop().get()

@@ -22,6 +22,7 @@ from monarch_slurm.gpu import (
     receive_memory,
     send_fds,
     send_memory,
+    send_tensor,
     sharing,
 )
 
@@ -45,6 +46,15 @@ def _write_in_the_other_process(sock: socket.socket) -> None:
     memory = receive_memory(sock)
     memory.write(b"from the peer", offset_bytes=100)
     sock.sendall(b"!")
+
+
+def test_a_tensor_whose_memory_holds_other_values_is_not_sent() -> None:
+    torch = pytest.importorskip("torch")
+    ours, _theirs = socket.socketpair()
+    with pytest.raises(ValueError, match="resolve_conj"):
+        send_tensor(ours, torch.ones(2, dtype=torch.complex64).conj())
+    with pytest.raises(ValueError, match="a contiguous GPU tensor with elements is needed"):
+        send_tensor(ours, torch.ones(2))
 
 
 @pytest.mark.usefixtures("fake")
