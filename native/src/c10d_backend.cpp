@@ -51,8 +51,7 @@ Tensors touched_by(Tensors tensors, const std::vector<checks::Reduction>& how) {
 }
 
 bool same_sizes(const Tensors& tensors) {
-  return std::all_of(tensors.begin(), tensors.end(),
-                     [&](const at::Tensor& each) { return each.numel() == tensors[0].numel(); });
+  return std::ranges::all_of(tensors, [&](const at::Tensor& each) { return each.numel() == tensors[0].numel(); });
 }
 
 Tensors joined(const Tensors& some, const Tensors& others) {
@@ -97,13 +96,14 @@ void MonarchBackend::give_up_block() {
 WorkPtr MonarchBackend::launch(c10d::OpType type, Tensors touched, Tensors outputs, Step enqueue, Step after,
                                Milliseconds host_timeout) {
   const auto given_up = [](const Operation& operation) { return operation.work->given_up(); };
-  if (std::any_of(collected_.begin(), collected_.end(), given_up)) give_up_block();
+  if (std::ranges::any_of(collected_, given_up)) give_up_block();
   const c10::impl::VirtualGuardImpl guard(stream_.device_type());
   c10::Event ready(stream_.device_type());
   ready.record(guard.getStream(device()));
   ready.block(stream_);
   auto work = c10::make_intrusive<StreamWork>(getRank(), type, comm_, device(), std::move(outputs), host_timeout);
-  std::vector<Operation> one{{work, std::move(touched), std::move(enqueue), std::move(after)}};
+  std::vector<Operation> one{
+      {.work = work, .touched = std::move(touched), .enqueue = std::move(enqueue), .after = std::move(after)}};
   if (collecting_) {
     collected_.push_back(std::move(one[0]));
   } else {
@@ -170,7 +170,7 @@ WorkPtr MonarchBackend::endCoalescing() {
   const Attempt attempt(*this);
   auto work =
       c10::make_intrusive<StreamWork>(getRank(), c10d::OpType::COALESCED, comm_, device(), Tensors(), Milliseconds(0));
-  collected_.push_back({work, {}, [] {}, {}});
+  collected_.push_back({.work = work, .touched = {}, .enqueue = [] {}, .after = {}});
   start(collected_, true);
   collected_.clear();
   collecting_ = false;

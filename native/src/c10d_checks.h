@@ -64,7 +64,7 @@ inline Reduction pre_mul_sum(const c10d::ReduceOp& op, at::ScalarType dtype, c10
                     ", the tensor ", dtype);
   TORCH_CHECK_VALUE(factor.is_cpu() || factor.device() == device, "the factor of PREMUL_SUM is on ", factor.device(),
                     ", the group on ", device);
-  return {type_code(dtype), kPreMulSum, 1, factor};
+  return {.type = type_code(dtype), .op = kPreMulSum, .parts = 1, .factor = factor};
 }
 
 inline Reduction reduction(const c10d::ReduceOp& op, at::ScalarType dtype, c10::Device device) {
@@ -78,15 +78,18 @@ inline Reduction reduction(const c10d::ReduceOp& op, at::ScalarType dtype, c10::
   TORCH_CHECK_TYPE(!is_bool || kind != c10d::ReduceOp::AVG, "backend monarch cannot reduce booleans by AVG");
   switch (kind) {
     case c10d::ReduceOp::SUM:
-      return {type, is_bool ? 2 : 0, parts, {}};  // of booleans: or, which is the maximum of bytes
+      return {.type = type,
+              .op = is_bool ? 2 : 0,
+              .parts = parts,
+              .factor = {}};  // of booleans: or, which is the maximum of bytes
     case c10d::ReduceOp::PRODUCT:
-      return {type, is_bool ? 3 : 1, parts, {}};
+      return {.type = type, .op = is_bool ? 3 : 1, .parts = parts, .factor = {}};
     case c10d::ReduceOp::MAX:
-      return {type, 2, parts, {}};
+      return {.type = type, .op = 2, .parts = parts, .factor = {}};
     case c10d::ReduceOp::MIN:
-      return {type, 3, parts, {}};
+      return {.type = type, .op = 3, .parts = parts, .factor = {}};
     case c10d::ReduceOp::AVG:
-      return {type, 4, parts, {}};
+      return {.type = type, .op = 4, .parts = parts, .factor = {}};
     default:
       TORCH_CHECK_VALUE(false, "backend monarch reduces by SUM, PRODUCT, MAX, MIN, AVG and PREMUL_SUM only");
   }

@@ -39,7 +39,10 @@ class Watch {
     const auto deadline = std::chrono::steady_clock::now() + timeout;
     const std::lock_guard<std::mutex> lock(mutex_);
     ++started_;
-    if (capturing == 0) running_.push_back({std::move(event), type, started_, deadline, timeout});
+    if (capturing == 0) {
+      running_.push_back(
+          {.event = std::move(event), .type = type, .number = started_, .deadline = deadline, .timeout = timeout});
+    }
   }
 
   // What has not ended in time; empty when all is well. For one thread at a time.

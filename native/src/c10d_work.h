@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -48,7 +49,7 @@ class StreamWork : public c10d::Work {
   void started(const c10::Stream& stream);
   // What stands behind it on the stream, once it has been started.
   const std::shared_ptr<c10::Event>& event() const { return event_; }
-  void give_up();
+  void give_up() noexcept;
   bool given_up() const { return state_ == State::kGivenUp; }
 
   bool isCompleted() override;
@@ -63,7 +64,7 @@ class StreamWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
  private:
-  enum class State { kCollected, kStarted, kGivenUp };
+  enum class State : std::uint8_t { kCollected, kStarted, kGivenUp };
   // Why the operation cannot end well; empty when it can.
   std::string failure() const;
 
@@ -76,8 +77,8 @@ class StreamWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-StreamWork::StreamWork(int rank, c10d::OpType type, std::shared_ptr<ccl::Comm> comm, c10::Device device,
-                       Tensors outputs, Milliseconds host_timeout)
+inline StreamWork::StreamWork(int rank, c10d::OpType type, std::shared_ptr<ccl::Comm> comm, c10::Device device,
+                              Tensors outputs, Milliseconds host_timeout)
     : Work(rank, type),
       comm_(std::move(comm)),
       device_(device),
@@ -94,13 +95,18 @@ inline void StreamWork::started(const c10::Stream& stream) {
   future_->markCompleted(c10::IValue(outputs_));
 }
 
-inline void StreamWork::give_up() {
+inline void StreamWork::give_up() noexcept {
   State collected = State::kCollected;
-  if (state_.compare_exchange_strong(collected, State::kGivenUp)) future_->setErrorIfNeeded(exception());
+  if (!state_.compare_exchange_strong(collected, State::kGivenUp)) return;
+  try {
+    future_->setErrorIfNeeded(exception());
+  } catch (const std::exception& error) {  // of a callback; whoever waits for the future is told all the same
+    TORCH_WARN("a callback of an operation that was given up has failed: ", error.what());
+  }
 }
 
 inline std::string StreamWork::failure() const {
-  const std::string reason = comm_->failure();
+  std::string reason = comm_->failure();
   if (!reason.empty() || state_ == State::kStarted) return reason;
   if (state_ == State::kGivenUp) return "the operation was given up with its coalescing block, which never ended";
   return "the operation starts when its coalescing block ends, which has not been; it cannot be waited for before";
