@@ -367,7 +367,14 @@ CHECKS: list[Callable[[int, int, Pipe], str]] = [
 ]
 
 
-MESH_CHECKS = ["killed_rank", "replaced_rank", "killed_rank_distributed", "torchft_replicas", "buffers"]
+MESH_CHECKS = [
+    "killed_rank",
+    "replaced_rank",
+    "killed_rank_distributed",
+    "torchft_replicas",
+    "buffers",
+    "bounced_buffers",
+]
 
 
 def rank_main(check: Callable[[int, int, Pipe], str], rank: int, size: int, pipe: Any, fd: int) -> None:

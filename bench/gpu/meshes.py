@@ -18,6 +18,7 @@ import torch
 import monarch_slurm.actor
 from monarch_slurm.actor import Actor, RestartPolicy, current_rank, current_size, endpoint, shutdown_context, this_host
 from monarch_slurm.collectives import Communicator, PeerLostError
+from monarch_slurm.config import configure
 from monarch_slurm.rdma import RDMABuffer, recent_transfers
 
 WAIT_S = 60
@@ -281,9 +282,22 @@ def _pattern(nbytes: int, seed: int) -> torch.Tensor:
 
 def buffers(size: int) -> str:
     """`RDMABuffer` of GPU memory read and written by another process, of plain and of expandable segments."""
+    return _moved(size, "", "gpu_ipc")
+
+
+def bounced_buffers(size: int) -> str:
+    """The same where the GPUs do not reach one another: through page-locked memory of the hosts."""
+    return _moved(size, "tcp,local", "tcp")
+
+
+def _moved(size: int, transports: str, expected: str) -> str:
+    def bootstrap() -> None:
+        if transports:
+            configure(rdma_transports=transports)
+
     told = []
     for expandable in (False, True):
-        procs = this_host().spawn_procs({"gpus": 2})
+        procs = this_host().spawn_procs({"gpus": 2}, bootstrap=bootstrap)
         owner = procs.slice(gpus=0).spawn("owner", Holder, 0, expandable)
         user = procs.slice(gpus=1).spawn("user", Holder, size - 1, expandable)
         sizes = [1, 4097, (64 << 20) + 3, GIB]
@@ -293,14 +307,14 @@ def buffers(size: int) -> str:
             assert owner.holds.call_one(index, 2).get(), f"what was written differs ({nbytes} bytes)"
             told.append(backend)
         procs.stop().get()
-    assert set(told) == {"gpu_ipc"}, told
+    assert set(told) == {expected}, told
     return f"{len(sizes)} sizes to 1 GiB, plain and expandable segments, both ways bit for bit by {told[0]}"
 
 
 def main(check: str, size: int, pipe: Any) -> None:
     """Run one check in a process of its own."""
     try:
-        if size == 1 and check != "buffers":
+        if size == 1 and not check.endswith("buffers"):
             text = "needs 2 GPUs"
         else:
             text = globals()[check](size)
