@@ -30,7 +30,14 @@ class Node(Pretended):
 
     def agents(self) -> set[int]:
         """Pids of the agent and its guardian."""
-        return {pid for pid in self.processes() if "monarch_slurm.host" in psutil.Process(pid).cmdline()}
+        return {pid for pid in self.processes() if "monarch_slurm.host" in _command_line(pid)}
+
+
+def _command_line(pid: int) -> list[str]:
+    try:
+        return psutil.Process(pid).cmdline()
+    except psutil.NoSuchProcess:  # or it has not been waited for
+        return []
 
 
 @pytest.fixture
