@@ -22,15 +22,16 @@ test: $(VENV)/.dev
 	$(MAKE) lint
 	$(MAKE) --jobs=2 --keep-going --output-sync=target test-here test-slurm
 
-# Two lanes, because either mostly waits. Quick tests first.
+# Two lanes, because either mostly waits. Quick tests first; the native ones at the end of the shorter lane.
 test-here:
 	bash tests/lane.sh $(BIN)/python -m pytest -m "not slow and not slurm" tests
-	bash tests/lane.sh $(BIN)/python -m pytest -m "slow and not slurm and not rdma" tests
+	bash tests/lane.sh $(BIN)/python -m pytest -m "slow and not slurm and not rdma" --ignore tests/native tests
 
 test-slurm:
 	bash tests/lane.sh $(BIN)/python -m pytest -m "slurm and not slow" tests
 	bash tests/lane.sh $(BIN)/python -m pytest -m "slurm and slow" tests
 	bash tests/lane.sh $(BIN)/python -m pytest -m rdma tests/rdma
+	bash tests/lane.sh $(BIN)/python -m pytest -m slow tests/native
 
 # Only the transfers over soft-RoCE devices, in QEMU guests.
 test-rdma: $(VENV)/.dev

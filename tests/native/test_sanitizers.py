@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ["tests/gpu/test_memory.py", "tests/collectives/test_ccl.py", "tests/rdma/test_gpu_ipc.py"]
+TESTS += ["tests/collectives/c10d_cases.py"]  # the last, as its device stays in the process
 
 
 def _preload() -> str:
@@ -28,11 +29,12 @@ def _preload() -> str:
 def environment() -> dict[str, str]:
     """What programs under the sanitizers need; the modules are built, by a compiler that runs without."""
     sanitize = {"MONARCH_SLURM_NATIVE_SANITIZE": "address,undefined"}
-    code = "from monarch_slurm.native_build import build_native; build_native(['_native'], platform='cuda')"
+    code = "from monarch_slurm.native_build import build_native; build_native(['_native', '_c10d'], platform='cuda')"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={**os.environ, **sanitize})
     return {
         **os.environ,
         **sanitize,
+        "MONARCH_SLURM_GPU_PLATFORM": "cuda",
         "LD_PRELOAD": _preload(),
         # Python itself leaves memory to the end of the process.
         "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
