@@ -11,7 +11,7 @@ TITAN := $(VENV)-torchtitan
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-here test-slurm test-rdma test-quick test-torchtitan lint format bench clean
+.PHONY: demo test test-here test-slurm test-rdma test-quick test-torchtitan native lint format bench clean
 
 demo: $(VENV)/.train
 	$(BIN)/monarch-slurm train --local --replicas 4 --model tiny --tokens 900000 --fail-every 6 --step-deadline 3

@@ -333,7 +333,13 @@ def _key(name: str, platform: str, flags: list[str]) -> str:
 
 def _build(recipe: _Recipe, force: bool) -> None:
     compiler = _compiler()
-    recipe.target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        recipe.target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NativeBuildError(
+            f"cannot make the cache folder {recipe.target.parent}: {error.strerror}; set MONARCH_SLURM_NATIVE_CACHE to "
+            "another one"
+        ) from error
     with _locked(recipe.target.with_suffix(".lock")):
         if recipe.target.is_file() and not force:
             return  # another process of this node built it while we waited

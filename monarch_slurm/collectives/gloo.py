@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _NOBODYS_TAG = 0x7FFFFFFF
 """Of messages that no rank sends; gloo's tags have 31 bits."""
 _END_S = 5.0
+_NO_LIMIT = timedelta(days=365)
 
 _all: weakref.WeakSet[GlooTransport] = weakref.WeakSet()
 
@@ -57,6 +58,8 @@ class GlooTransport:
             self._group: Any = group(store, rank, size, options)
         except RuntimeError as error:
             raise CollectiveError(f"rank {rank} of {size} could not reach all peers from {address}: {error}") from error
+        # As on GPUs: a rank may come late to an operation, as late as it likes. Of dead and hung ones others tell.
+        self._group._set_default_timeout(_NO_LIMIT)
         self._failure: BaseException | None = None
         self._pending: set[HostWork] = set()
         self._lock = threading.Lock()
@@ -64,6 +67,7 @@ class GlooTransport:
         self._busy = False
         self._queue: queue.SimpleQueue[tuple[list[HostWork], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._grouped: list[tuple[HostWork, Callable[[], Any]]] | None = None
+        self._depth = 0
         self._pid = os.getpid()
         self._worker = threading.Thread(target=self._run, name=f"gloo-{rank}", daemon=True)
         self._worker.start()
@@ -183,11 +187,18 @@ class GlooTransport:
         return self._submit("barrier", lambda: self._group.barrier().wait())
 
     def group_start(self) -> None:
-        """Collect sends and receives until `group_end` starts them together."""
-        self._grouped = []
+        """Collect sends and receives until the outermost `group_end` starts them together."""
+        self._depth += 1
+        if self._depth == 1:
+            self._grouped = []
 
     def group_end(self) -> Work:
         """Start what was collected."""
+        self._depth -= 1
+        if self._depth:
+            inner = HostWork("group")
+            inner.finish()
+            return inner
         started, self._grouped = self._grouped or [], None
 
         def run() -> None:

@@ -20,7 +20,7 @@ from monarch_slurm.train.config import TrainConfig
 
 _SUPPORTED = (0, 3)
 _STEPS = "--training.steps"
-_INSTALL = 'pip install "monarch_slurm[torchtitan]"'
+_INSTALL = 'pip install ".[torchtitan]" where monarch_slurm was installed from'
 
 
 def check_installed() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -95,6 +96,32 @@ def _averages(comm: Communicator, _: Connection) -> int:
 @pytest.mark.parametrize("size", [2, 3])
 def test_averages_hold_what_float64_would(size: int) -> None:
     assert on_ranks(_averages, size) == [20] * size
+
+
+def test_a_rank_may_come_later_than_it_may_join_and_groups_may_be_nested() -> None:
+    invitation, kept = invite("gloo")
+    with ThreadPoolExecutor(2) as pool:
+        ranks = list(pool.map(lambda rank: Communicator.join(invitation, rank, 2, timeout_s=4), range(2)))
+    del kept
+    tensors = [torch.ones(3), torch.ones(3)]
+    early = ranks[0].all_reduce(tensors[0])
+    with pytest.raises(TimeoutError):
+        early.wait(5)
+    late = ranks[1].all_reduce(tensors[1])
+    for work in (early, late):
+        work.wait(DEADLINE_S)
+    assert [tensor.tolist() for tensor in tensors] == [[2.0] * 3] * 2
+    received, works = [torch.zeros(3), torch.zeros(3)], []
+    for rank, comm in enumerate(ranks):
+        with comm.group():
+            with comm.group():
+                works.append(comm.send(torch.full((3,), float(rank)), 1 - rank))
+            works.append(comm.recv(received[rank], 1 - rank))
+    for work in works:
+        work.wait(DEADLINE_S)
+    assert [tensor.tolist() for tensor in received] == [[1.0] * 3, [0.0] * 3]
+    for comm in ranks:
+        comm.abort("the test is over")
 
 
 def test_split_and_shrink() -> None:

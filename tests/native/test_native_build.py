@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -134,12 +135,22 @@ def test_without_a_compiler_the_text_says_what_to_install(tmp_path: Path, monkey
         build_native(["_native"], platform="none")
 
 
+def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MONARCH_SLURM_NATIVE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(NativeBuildError, match=r"cannot make the cache folder .*Not a directory"):
+        build_native(["_native"], platform="none")
+
+
 def test_the_step_of_the_makefile() -> None:
     folder = sources_folder().parent
     command = ["make", "--no-print-directory", "--dry-run", "native", "PLATFORM=rocm", "VENV=venv"]
     alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, env=alone)
     assert done.stdout.splitlines()[-1] == "venv/bin/monarch-slurm build-native --platform rocm"
+    phony = re.search(r"^\.PHONY:(.*)$", (folder / "Makefile").read_text(), re.MULTILINE)
+    assert phony is not None
+    assert "native" in phony.group(1).split(), "a folder has the same name"
 
 
 def test_platform_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

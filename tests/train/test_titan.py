@@ -45,7 +45,10 @@ def test_without_torchtitan_nothing_is_started(
     command = ["train", "--local", "--engine", "torchtitan", "--", "--module", "llama3"]
     code, output = run_command(monkeypatch, capsys, *command)
     assert (code, output.count("\n")) == (2, 1), output
-    assert 'torchtitan, which is not installed: pip install "monarch_slurm[torchtitan]"' in output
+    assert (
+        'torchtitan, which is not installed: pip install ".[torchtitan]" where monarch_slurm was installed from'
+        in output
+    )
     assert os.listdir(tmp_path) == []
 
 
