@@ -11,9 +11,9 @@ milliseconds its operations end on the other ranks, and the next one raises ``to
 the rank and the reason. Elsewhere a group is ended by what RCCL or NCCL find out themselves, and by an operation that
 is not through after the group's ``timeout``; the process goes on.
 
-What differs from torch's NCCL backend: nothing ends an operation that takes too long; the group's ``timeout`` is for
-joining, for ``barrier``, and for ``destroy_process_group``, which waits for what was started. Reductions are SUM,
-PRODUCT, MAX, MIN, AVG and PREMUL_SUM. An operation that cannot be right on this rank raises before anything is sent.
+The ``timeout`` is also for joining, for ``barrier``, and for ``destroy_process_group``, which waits for what was
+started. Reductions are SUM, PRODUCT, MAX, MIN, AVG and PREMUL_SUM. An operation that cannot be right on this rank
+raises before anything is sent.
 """
 
 from __future__ import annotations
@@ -118,6 +118,12 @@ def use_for_gpus() -> None:
     dist.Backend.default_device_backend_map["cuda"] = BACKEND
 
 
+def current_runtime() -> Runtime | None:
+    """Return the actor runtime to give to `join_group`: of the endpoint that runs; None outside of any."""
+    here = current_context()
+    return here.actor_instance.runtime if here is not None else None
+
+
 class _Fate:
     """What becomes of a group: news of a lost rank ends the join, and later the group."""
 
@@ -146,9 +152,7 @@ class _Fate:
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta, device_type: str = "cuda") -> Any:
-    here = current_context()
-    runtime = here.actor_instance.runtime if here is not None else None
-    return join_group(store, rank, size, timeout, runtime, device_type).backend
+    return join_group(store, rank, size, timeout, current_runtime(), device_type).backend
 
 
 def _processes(store: Any, rank: int, size: int, runtime: Any) -> list[Address | None]:

@@ -16,9 +16,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torchft.process_group import ProcessGroupWrapper
 
-from monarch_slurm.actor.context import current_context
-from monarch_slurm.actor.runtime import Runtime
-from monarch_slurm.collectives.c10d import BACKEND, Group, join_group
+from monarch_slurm.collectives.c10d import BACKEND, Group, current_runtime, join_group
 from monarch_slurm.collectives.errors import CollectiveError
 
 
@@ -36,8 +34,7 @@ class ProcessGroupMonarch(ProcessGroupWrapper):  # type: ignore[misc]  # torchft
     def __init__(self, timeout: timedelta = timedelta(seconds=60), *, join_timeout: timedelta | None = None) -> None:
         super().__init__(timeout)
         self._join_timeout = join_timeout or timeout
-        here = current_context()
-        self._runtime: Runtime | None = here.actor_instance.runtime if here is not None else None
+        self._runtime = current_runtime()
         self.group: Group | None = None
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name

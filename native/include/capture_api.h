@@ -1,14 +1,6 @@
 // Our own declarations of what is asked of the GPU runtime about graphs that are being captured; see gpu_api.h.
 #pragma once
 
-#include "platform.h"
-
-#if defined(MONARCH_PLATFORM_ROCM)
-#define MONARCH_CAPTURE_SYMBOL(cuda, hip) hip
-#else
-#define MONARCH_CAPTURE_SYMBOL(cuda, hip) cuda
-#endif
-
 namespace monarch::capture {
 
 constexpr int kRelaxed = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED, hipStreamCaptureModeRelaxed

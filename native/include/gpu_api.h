@@ -8,12 +8,6 @@
 
 #include "platform.h"
 
-#if defined(MONARCH_PLATFORM_ROCM)
-#define MONARCH_GPU_SYMBOL(cuda, hip) hip
-#else
-#define MONARCH_GPU_SYMBOL(cuda, hip) cuda
-#endif
-
 namespace monarch::gpu {
 
 using Result = int;

@@ -10,3 +10,9 @@
 #else
 #error "define MONARCH_PLATFORM_ROCM, MONARCH_PLATFORM_CUDA or MONARCH_PLATFORM_NONE"
 #endif
+
+#if defined(MONARCH_PLATFORM_ROCM)
+#define MONARCH_GPU_SYMBOL(cuda, hip) hip
+#else
+#define MONARCH_GPU_SYMBOL(cuda, hip) cuda
+#endif

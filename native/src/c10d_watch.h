@@ -15,6 +15,7 @@
 
 #include "capture_api.h"
 #include "dl.h"
+#include "platform.h"
 
 namespace monarch {
 
@@ -24,9 +25,9 @@ class Watch {
   Watch(const std::vector<std::string>& libraries, void* stream) : stream_(stream) {
     try {
       const Library library("the GPU runtime", libraries, "");
-      library.find(table_.is_capturing, MONARCH_CAPTURE_SYMBOL("cuStreamIsCapturing", "hipStreamIsCapturing"));
+      library.find(table_.is_capturing, MONARCH_GPU_SYMBOL("cuStreamIsCapturing", "hipStreamIsCapturing"));
       library.find(table_.exchange_mode,
-                   MONARCH_CAPTURE_SYMBOL("cuThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode"));
+                   MONARCH_GPU_SYMBOL("cuThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode"));
     } catch (const LibraryMissing&) {
       table_ = {};  // without a GPU runtime there are no graphs
     }
