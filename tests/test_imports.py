@@ -110,4 +110,4 @@ def test_the_runtime_imports_nothing_heavy() -> None:
 def test_modules_are_of_a_size_that_can_be_read() -> None:
     for layer in ("wire", "host", "actor", "controller"):
         for path in (PACKAGE / layer).glob("*.py"):
-            assert len(path.read_text().splitlines()) <= 410, path
+            assert len(path.read_text().splitlines()) <= 450, path
