@@ -113,13 +113,13 @@ class Place:
         lighthouse: ``http://host:port`` of the TorchFT Lighthouse.
         address: IP address of the interface that this trainer binds and advertises, for every socket it opens.
         store_port: port of the replica's TCPStore at ``store_address``; rank 0 serves it. 0 when the replica has one
-        rank. store_address: IP address of the replica's rank 0.
+            rank.
+        store_address: IP address of the replica's rank 0.
         device: index of the rank's GPU among those of its host; it is taken modulo their number.
         saved: the state that the run went on from; None if it began anew.
         folder: of the run, for its saved states.
         committed_step: the highest ``step`` of a committed sync that the supervisor has seen in the run so far. A
-        trainer
-            that meets a quorum which knows less raises instead of training from the start again.
+            trainer that meets a quorum which knows less raises instead of training from the start again.
     """
 
     replica: int

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from monarch_slurm.actor import HostMesh
 from monarch_slurm.config import configure, settings
-from monarch_slurm.controller import ANSWERS, RestartLimit, make_job_folder
+from monarch_slurm.controller import ANSWERS, FolderError, RestartLimit, make_job_folder
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
 from monarch_slurm.job import SlurmJob, job_load, save_on_notice
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
@@ -55,8 +55,10 @@ class Plan:
         out: folder in which the run's folder is made.
         fail_every: seconds between injected failures; None injects none.
         failures: kinds of failures, in turn.
-        max_restarts: of one replica's procs within ``restart_window`` seconds, before the failure escalates to its
-        hosts. max_host_restarts: of a replica with new zygotes on its hosts, before the replica is given up.
+        max_restarts: restarts of one replica's procs within ``restart_window`` seconds, before the failure escalates
+            to its hosts.
+        max_host_restarts: restarts of a replica with new zygotes on its hosts, before the replica is given up.
+        restart_window: seconds within which ``max_restarts`` counts.
         reference: ``"auto"``, ``"none"``, or the path of the report of a failure-free run.
         resume: folder of a run to go on with; None begins a new one.
     """
@@ -171,10 +173,15 @@ def make_run_folder(out: Path) -> Path:
     make_job_folder(out)
     number = 0
     while True:
-        folder = out / (f"{stem}-{number}" if number else stem)
-        if not folder.exists():
-            return make_job_folder(folder).absolute()
-        number += 1
+        folder = (out / (f"{stem}-{number}" if number else stem)).absolute()
+        try:
+            folder.mkdir(mode=0o700)  # not exist_ok: of two runs that start in one second, one gets the name
+        except FileExistsError:
+            number += 1
+            continue
+        except OSError as error:
+            raise FolderError(f"cannot make the folder {folder}: {error.strerror}") from None
+        return folder
 
 
 def train_on_slurm(plan: Plan, nodes: int, options: dict[str, Any]) -> NoReturn:
