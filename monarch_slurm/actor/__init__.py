@@ -50,6 +50,7 @@ from monarch_slurm.actor.workers import (
     start_worker_loop_forever,
 )
 from monarch_slurm.host.attaching import AttachError
+from monarch_slurm.host.exits import FailureKind
 from monarch_slurm.transport import ChannelTransport
 from monarch_slurm.wire.shared_key import NoKeyError
 from monarch_slurm.wire.shared_key import make_key_file as make_worker_key
@@ -68,6 +69,7 @@ __all__ = [
     "Context",
     "Endpoint",
     "Extent",
+    "FailureKind",
     "Future",
     "HostMesh",
     "Instance",

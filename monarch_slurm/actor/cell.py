@@ -27,6 +27,7 @@ from monarch_slurm.actor.replies import EXCEPTION, VALUE
 from monarch_slurm.actor.telemetry import recording, traced
 from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.config import settings
+from monarch_slurm.host.exits import FailureKind
 from monarch_slurm.wire import Address, dumps, loads
 from monarch_slurm.wire.pickle_fault import explain
 
@@ -49,8 +50,11 @@ class Stop:
 class EndActor(BaseException):
     """Ends a cell as a failure. Only the cell's own code sees it."""
 
-    def __init__(self, event: str, traceback: str | None = None, cause: BaseException | None = None) -> None:
+    def __init__(
+        self, kind: FailureKind, event: str, traceback: str | None = None, cause: BaseException | None = None
+    ) -> None:
         super().__init__(event)
+        self.kind = kind
         self.event = event
         self.traceback = traceback
         self.cause = cause
@@ -157,7 +161,7 @@ class Cell:
         """Stop after the queued messages, or fail before the next one."""
         if failed:
             event = f"actor {self.instance.display} failed: actor explicitly aborted due to: {reason}"
-            self._add_control(lambda: self._raise(EndActor(event)))
+            self._add_control(lambda: self._raise(EndActor(FailureKind.ACTOR_ABORTED, event)))
         else:
             self.stop(reason, settings().process_exit_timeout)
 
@@ -195,7 +199,7 @@ class Cell:
             self._main()
         except BaseException as error:  # a fault of this package; even so, nobody may wait for this actor for ever
             end = self._failure(error, "the runtime failed: ")
-            self._finish(end.event, end.traceback, failed=True)
+            self._finish(end.event, end.traceback, end.kind)
             raise
 
     def _construct(self) -> None:
@@ -260,12 +264,12 @@ class Cell:
             return
         raise self._failure(error) from error
 
-    def _failure(self, error: BaseException, note: str = "") -> EndActor:
+    def _failure(self, error: BaseException, note: str = "", kind: FailureKind = FailureKind.ACTOR_ERROR) -> EndActor:
         if isinstance(error, EndActor):
             return error
         text = format_exception(error)
         event = f"The actor {self.instance.display} and all its descendants have failed: {note}{text}"
-        return EndActor(event, text, error)
+        return EndActor(kind, event, text, error)
 
     def _ask_handler(self, failure: MeshFailure) -> Any:
         """Return what the actor's ``__supervise__`` returns, an answer or something to await; None if it has none."""
@@ -276,10 +280,11 @@ class Cell:
 
     def _unhandled(self, failure: MeshFailure) -> EndActor:
         event = f"The actor {self.instance.display} and all its descendants have failed: {failure.event}"
-        return EndActor(event, failure.traceback)
+        return EndActor(FailureKind.CHILD_FAILED, event, failure.traceback)
 
     def _not_delivered(self, message: UndeliverableMessageEnvelope) -> EndActor:
-        return EndActor(f"The actor {self.instance.display} and all its descendants have failed: {message}")
+        event = f"The actor {self.instance.display} and all its descendants have failed: {message}"
+        return EndActor(FailureKind.MESSAGE_UNDELIVERED, event)
 
     def _handling_failed(self, error: BaseException, failure: MeshFailure) -> EndActor:
         text = format_exception(error)
@@ -287,7 +292,7 @@ class Cell:
             f"The actor {self.instance.display} and all its descendants have failed: "
             f"ErrorDuringHandlingSupervision: {text}\nwhile it handled: {failure.event}"
         )
-        return EndActor(event, text, error)
+        return EndActor(FailureKind.ACTOR_ERROR, event, text, error)
 
     # ---- the end
 
@@ -307,7 +312,7 @@ class Cell:
             f"The actor {self.instance.display} and all its descendants have failed: __cleanup__ has not ended within "
             f"{seconds:g} s (setting cleanup_timeout)"
         )
-        timer = threading.Timer(seconds, lambda: self._finish(event, None, failed=True))
+        timer = threading.Timer(seconds, lambda: self._finish(event, None, FailureKind.STOP_TIMEOUT))
         timer.daemon = True
         timer.start()
         return timer
@@ -315,16 +320,20 @@ class Cell:
     def _stopped_event(self, reason: str) -> str:
         return f"actor {self.instance.display} has status: stopped: {reason}"
 
-    def _finish(self, event: str, traceback: str | None, failed: bool) -> None:
-        """Tell everybody; the actor takes nothing any more. The first call counts."""
+    def _finish(self, event: str, traceback: str | None, kind: FailureKind | None) -> None:
+        """Tell everybody; the actor takes nothing any more. The first call counts.
+
+        Args:
+            kind: what failed; None if the actor just stops.
+        """
         with self._lock:
             if self._down_reason:
                 return
             self._down_reason = event
-            self.failed = failed
+            self.failed = kind is not None
             told = {self.owner, *self._callers}
         self.runtime.release(self.instance, event, 0.0)  # what it has spawned in its cleanup
-        self.runtime.cell_down(self, told, event, traceback, failed)
+        self.runtime.cell_down(self, told, event, traceback, kind)
         self.ended.set()
 
 

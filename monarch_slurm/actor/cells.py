@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from monarch_slurm.actor.ends import Tombstones
 from monarch_slurm.actor.messages import Call
+from monarch_slurm.host.exits import FailureKind
 from monarch_slurm.wire import Address, Message
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ class Cells:
 
     Attributes:
         on_demand: actors that begin with their first message: by mesh, what spawns them.
-        on_failed: ends this process as a failure, with the event and the traceback of the actor that has failed; None
-            for a process that does not end so.
+        on_failed: ends this process as a failure, with the kind, the event and the traceback of the actor that has
+            failed; None for a process that does not end so.
     """
 
     def __init__(self, make_cell: Callable[[Message], Cell], refuse: Callable[[Address, str, str], None]) -> None:
@@ -40,7 +41,7 @@ class Cells:
         self._lock = threading.Lock()
         self._failing = False
         self.on_demand: dict[str, Callable[[], None]] = {}
-        self.on_failed: Callable[[str, str | None], None] | None = None
+        self.on_failed: Callable[[FailureKind, str, str | None], None] | None = None
 
     def knows(self, mesh: str) -> bool:
         """Return whether this process has, or had, an actor of ``mesh``. For any thread."""
@@ -89,17 +90,17 @@ class Cells:
         """Return whether this process ends for an actor that has failed, which may be that of ``cell``."""
         return self._failing or (cell is not None and cell.failed and self.on_failed is not None and cell.kept)
 
-    def ended(self, cell: Cell, event: str, traceback: str | None, failed: bool) -> bool:
+    def ended(self, cell: Cell, event: str, traceback: str | None, kind: FailureKind | None) -> bool:
         """Note that an actor has failed or stopped; return whether this process goes on."""
         mesh = cell.ref.mesh
         with self._lock:
-            self._failing = self._failing or (failed and self.on_failed is not None and cell.kept)
+            self._failing = self._failing or (kind is not None and self.on_failed is not None and cell.kept)
             self._ended[mesh] = event
             self._cells.pop(mesh, None)
         if not self._failing:
             return True
-        if failed and self.on_failed is not None:
-            self.on_failed(event, traceback)
+        if kind is not None and self.on_failed is not None:
+            self.on_failed(kind, event, traceback)
         return False
 
     def end_owned_by(self, gone: Callable[[Address], bool], why: str) -> None:

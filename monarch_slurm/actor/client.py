@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from monarch_slurm.actor import controllers, driving
 from monarch_slurm.actor.birth import make_cell
@@ -35,7 +36,7 @@ from monarch_slurm.actor.shape import Extent, Point, Shape
 from monarch_slurm.actor.stand_ins import Pool, StandIns
 from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.config import get_global_config, settings, warn_of_unknown_variables
-from monarch_slurm.host import HostDown, HostInfo, Hub, ProcDown
+from monarch_slurm.host import FailureKind, HostDown, HostInfo, Hub, ProcDown
 from monarch_slurm.host.stacks import register_stacks
 from monarch_slurm.interrupts import ignore_interrupts
 from monarch_slurm.wire import CONTROLLER, Address, JobKeys, Loop, Message, WireError
@@ -255,7 +256,8 @@ class Client:
             self.hosts_changed.notify_all()
         if self.stand_ins.fails(down):
             event = f"host {down.host_name} is lost, and no other is left to take its place: {down.cause}"
-            self._faults.put(MeshFailure("hosts", (), event, host=down.host_name, detected_at=down.detected_at))
+            lost: dict[str, Any] = {"host": down.host_name, "detected_at": down.detected_at}
+            self._faults.put(MeshFailure("hosts", (), event, FailureKind.HOST_LOST, **lost))
 
     def give_up(self, host: str, name: str, cause: str) -> None:
         """Declare a host lost, whether it ever joined or not. For any thread."""

@@ -7,6 +7,7 @@ import traceback
 from dataclasses import dataclass
 
 from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.host.exits import FailureKind
 from monarch_slurm.wire.pickling import from_bytes, to_bytes
 
 MAX_TRACEBACK_CHARS = 64 * 1024
@@ -74,6 +75,8 @@ class MeshFailure:
         mesh_name: name of the actor mesh or proc mesh (its ``_name``).
         crashed_ranks: ranks in that mesh; empty when all of it failed.
         event: what happened, for people.
+        kind: what failed. ``CHILD_FAILED`` says that the actors of this mesh did not handle a failure below them, which
+            ``event`` tells.
         exit: how the process ended (``"Killed(sig=9)"``), or None if it lives.
         host: name of the host where it happened, if known.
         pid: process id of the failed proc, 0 if unknown.
@@ -89,6 +92,7 @@ class MeshFailure:
     mesh_name: str
     crashed_ranks: tuple[int, ...]
     event: str
+    kind: FailureKind
     exit: str | None = None
     host: str | None = None
     pid: int = 0

@@ -25,7 +25,7 @@ from typing import Any
 from monarch_slurm.actor.layout import ProcLayout
 from monarch_slurm.actor.messages import ProcsRestart
 from monarch_slurm.actor.restart import RestartPolicy, Restarts
-from monarch_slurm.host.exits import LOST_WITH_HOST, HostDown, ProcDown
+from monarch_slurm.host.exits import LOST_WITH_HOST, FailureKind, HostDown, ProcDown
 from monarch_slurm.wire import AGENT, CONTROLLER, Address, Message
 
 MakeSpawn = Callable[[str, list[int], int], Message]
@@ -223,5 +223,5 @@ def _lost_with(down: HostDown, mesh: str, rank: int) -> ProcDown:
     """Return the end of a proc that was on a lost host."""
     return ProcDown(
         down.stand_in or down.host, down.host_name, f"{mesh}.{rank}", mesh, rank, 0, LOST_WITH_HOST, down.detected_at,
-        event=down.describe(),
+        event=down.describe(), kind=FailureKind.HOST_LOST,
     )  # fmt: skip

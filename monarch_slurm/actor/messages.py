@@ -9,7 +9,7 @@ from monarch_slurm.actor.context import CreatorInstance, Instance
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.actor.shape import Extent, Point, Shape
-from monarch_slurm.host.exits import LOST_WITH_HOST, ProcDown
+from monarch_slurm.host.exits import FailureKind, ProcDown
 from monarch_slurm.wire import Address, Message
 
 PortAddress = tuple[str, str, int]
@@ -58,7 +58,7 @@ class ActorDown:
         mesh: id of the actor mesh; ``base_rank`` is the rank of its proc, or -1 if the process never had such an actor.
         event: what happened, for people.
         traceback: of the Python exception that ended it, if one did.
-        failed: it did not just stop.
+        kind: what failed; None if it just stopped.
         host: name of its host; ``pid`` is its process id there.
     """
 
@@ -66,9 +66,18 @@ class ActorDown:
     base_rank: int
     event: str
     traceback: str | None
-    failed: bool
+    kind: FailureKind | None
     host: str
     pid: int
+
+    def __post_init__(self) -> None:
+        if self.kind is not None:
+            object.__setattr__(self, "kind", FailureKind(self.kind))  # a message has its value
+
+    @property
+    def failed(self) -> bool:
+        """Whether it did not just stop."""
+        return self.kind is not None
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ class ProcsRestart:
 
     def describe(self, rank: int) -> str:
         """Return what became of one of them, for people."""
-        if rank == self.down.rank or self.down.exit == LOST_WITH_HOST:
+        if rank == self.down.rank or self.down.kind is FailureKind.HOST_LOST:
             return replace(self.down, rank=rank, proc=f"{self.down.mesh}.{rank}").describe()
         return (
             f"its process (proc {self.down.mesh}.{rank}) was ended by the restart policy of its mesh, "

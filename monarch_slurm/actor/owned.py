@@ -13,7 +13,7 @@ from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.messages import ActorDown, ProcsRestart
 from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.actor.shape import Shape
-from monarch_slurm.host.exits import HostDown, ProcDown
+from monarch_slurm.host.exits import FailureKind, HostDown, ProcDown
 
 Notice = tuple[Instance, MeshFailure]
 Ranks = Slice | Collection[int]
@@ -93,8 +93,11 @@ class OwnedMeshes:
     def host_down(self, down: HostDown, ids: Collection[str]) -> list[Notice]:
         """A host, for which ``ids`` stand, is lost: return who is to be told, once per mesh that had ranks there."""
         details: dict[str, Any] = {
-            "host": down.host_name, "detected_at": down.detected_at, "replaced_by": down.replaced_by,
-        }  # fmt: skip
+            "kind": FailureKind.HOST_LOST,
+            "host": down.host_name,
+            "detected_at": down.detected_at,
+            "replaced_by": down.replaced_by,
+        }
         notices: list[Notice] = []
         for layout in self._layouts():
             ranks = layout.ranks_on(ids)
@@ -112,10 +115,10 @@ class OwnedMeshes:
             return []
         owned.alive.discard(down.base_rank)
         self._forget_if_empty(owned)
-        if not down.failed:
+        if down.kind is None:
             return []
         failure = MeshFailure(
-            owned.ref.mesh, (owned.ref.rank_of(down.base_rank),), down.event,
+            owned.ref.mesh, (owned.ref.rank_of(down.base_rank),), down.event, down.kind,
             host=down.host, pid=down.pid, traceback=down.traceback, detected_at=time.time(),
         )  # fmt: skip
         return [(owned.owner, failure)]
@@ -163,6 +166,7 @@ def all_of(shape: Shape, ranks: set[int]) -> Ranks:
 
 def _details(down: ProcDown) -> dict[str, Any]:
     return {
+        "kind": down.kind,
         "exit": down.exit,
         "host": down.host_name,
         "pid": down.pid,

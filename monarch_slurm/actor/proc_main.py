@@ -27,6 +27,7 @@ from monarch_slurm.actor.replies import EXCEPTION, VALUE
 from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.actor.shape import Shape
 from monarch_slurm.config import clear_runtime_config, configure
+from monarch_slurm.host.exits import FailureKind
 from monarch_slurm.host.identity import SUPERVISED_VARIABLE, take_no_sigterm
 from monarch_slurm.host.proc import ProcSpec
 from monarch_slurm.host.stacks import register_stacks
@@ -152,10 +153,10 @@ class _Proc:
 
         look()
 
-    def _fail(self, event: str, traceback: str | None) -> None:
+    def _fail(self, kind: FailureKind, event: str, traceback: str | None) -> None:
         """End at once, for an actor has failed and a restart policy makes everything here anew."""
         agent = Address(self._spec.host, AGENT)
-        fields = {"event": event, "traceback": traceback or ""}
+        fields = {"kind": kind.value, "event": event, "traceback": traceback or ""}
         self._link.send(Message("failing", agent, self._runtime.address, fields))
         self._exit_code = 1
         self._loop.stop()

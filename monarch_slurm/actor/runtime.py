@@ -24,7 +24,7 @@ from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.actor.owned import Notice, OwnedActors, OwnedMeshes, OwnedProcs, Ranks, all_of
 from monarch_slurm.actor.replies import VALUE, CountDown, OfMesh, OnLost, OnReply, ReplyTable
 from monarch_slurm.actor.shape import Shape
-from monarch_slurm.host.exits import HostDown, ProcDown
+from monarch_slurm.host.exits import FailureKind, HostDown, ProcDown
 from monarch_slurm.host.places import Places
 from monarch_slurm.wire import AGENT, Address, Message, dumps
 from monarch_slurm.wire.pickling import Buffer
@@ -213,7 +213,7 @@ class Runtime:
 
     def _refuse(self, asker: Address, mesh: str, why: str) -> None:
         """Tell ``asker`` that this process has no actor of ``mesh``."""
-        self._tell_end(asker, ActorDown(mesh, -1, why, None, False, self.host_name, os.getpid()))
+        self._tell_end(asker, ActorDown(mesh, -1, why, None, None, self.host_name, os.getpid()))
 
     def _tell_end(self, process: Address, down: ActorDown) -> None:
         self.send(Message("actor_down", process, self.address, asdict(down)))
@@ -358,15 +358,17 @@ class Runtime:
             self.stop_procs(layout, ranks, timeout, one_ended)
         return ended
 
-    def cell_down(self, cell: Cell, told: Iterable[Address], event: str, traceback: str | None, failed: bool) -> None:
-        """An actor here has failed or stopped: tell the processes ``told``.
+    def cell_down(
+        self, cell: Cell, told: Iterable[Address], event: str, traceback: str | None, kind: FailureKind | None
+    ) -> None:
+        """An actor here has failed, as ``kind`` says, or stopped: tell the processes ``told``.
 
         Where a restart policy holds, the process fails with its actor, whose restart is that of all that is in it.
         """
-        if not self.cells.ended(cell, event, traceback, failed):
+        if not self.cells.ended(cell, event, traceback, kind):
             return
         ref = cell.ref
         self._forget_actors(ref.layout, ref.mesh, [cell.base_rank])
-        down = ActorDown(ref.mesh, cell.base_rank, event, traceback, failed, self.host_name, os.getpid())
+        down = ActorDown(ref.mesh, cell.base_rank, event, traceback, kind, self.host_name, os.getpid())
         for process in told:
             self._tell_end(process, down)

@@ -14,6 +14,7 @@ from monarch_slurm.actor.errors import MeshFailure
 from monarch_slurm.actor.messages import Call
 from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.config import settings
+from monarch_slurm.host.exits import FailureKind
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +47,9 @@ class SyncCell(Cell):
                 self._cleanup(end.cause or RuntimeError(end.event))
             except EndActor as again:
                 logger.error("%s", again.event)  # noqa: TRY400 - the event has the traceback already
-            self._finish(end.event, end.traceback, failed=True)
+            self._finish(end.event, end.traceback, end.kind)
         else:
-            self._finish(self._stopped_event(stop.reason), None, failed=False)
+            self._finish(self._stopped_event(stop.reason), None, None)
 
     def _serve(self) -> Stop:
         while True:
@@ -111,6 +112,6 @@ class SyncCell(Cell):
         try:
             handler(error)
         except BaseException as raised:
-            raise self._failure(raised, "__cleanup__ failed: ") from raised
+            raise self._failure(raised, "__cleanup__ failed: ", FailureKind.CLEANUP_FAILED) from raised
         finally:
             watch.cancel()

@@ -8,13 +8,14 @@
 - `kernel`: the Linux calls under all that
 """
 
-from monarch_slurm.host.exits import HostDown, ProcDown
+from monarch_slurm.host.exits import FailureKind, HostDown, ProcDown
 from monarch_slurm.host.hub import HostInfo, Hub
 from monarch_slurm.host.identity import ADDRESS_VARIABLE, NoControllerError
 from monarch_slurm.host.start import serve, start_local_agent
 
 __all__ = [
     "ADDRESS_VARIABLE",
+    "FailureKind",
     "HostDown",
     "HostInfo",
     "Hub",

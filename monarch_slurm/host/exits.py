@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from dataclasses import asdict, dataclass, field
+from enum import Enum
 from typing import Any
 
 from monarch_slurm.wire import Address
@@ -37,7 +38,33 @@ SILENT = "nothing was heard from it"
 """Begins the cause of a host's end if nobody knows more than that."""
 
 LOST_WITH_HOST = "Lost(host)"
-"""How a proc ended whose host is lost: nobody saw it."""
+"""``ProcDown.exit`` of a proc whose host is lost: nobody saw it."""
+
+
+class FailureKind(str, Enum):
+    """What failed. Programs decide by this; the texts of a failure are for people."""
+
+    PROC_NOT_STARTED = "proc_not_started"
+    """A process could not be started, or ended before it reported to its agent."""
+    PROC_EXITED = "proc_exited"
+    """A process ended by itself or by a signal."""
+    HOST_LOST = "host_lost"
+    """A host's agent has ended, or its machine does not answer."""
+    ACTOR_ERROR = "actor_error"
+    """An exception ended the actor: in ``__init__``, in an endpoint that nobody waits for, or in ``__supervise__``."""
+    ACTOR_ABORTED = "actor_aborted"
+    """The actor called its own ``abort()``."""
+    CHILD_FAILED = "child_failed"
+    """The actor did not handle the failure of a mesh that it owns."""
+    MESSAGE_UNDELIVERED = "message_undelivered"
+    """The actor did not handle that a message of it was not delivered."""
+    CLEANUP_FAILED = "cleanup_failed"
+    """``__cleanup__`` raised an exception."""
+    STOP_TIMEOUT = "stop_timeout"
+    """The actor did not end in the time that a stop or its ``__cleanup__`` may take."""
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -53,6 +80,7 @@ class ProcDown:
         expected: it was told to stop.
         event: why it ended itself, for people: an actor in it has failed.
         traceback: of the Python exception that was the reason.
+        kind: what failed; that of the actor where ``event`` says so.
     """
 
     host: str
@@ -67,6 +95,10 @@ class ProcDown:
     expected: bool = False
     event: str = ""
     traceback: str = ""
+    kind: FailureKind = FailureKind.PROC_EXITED
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", FailureKind(self.kind))  # a message has its value
 
     @property
     def address(self) -> Address:
@@ -79,7 +111,7 @@ class ProcDown:
 
     def describe(self) -> str:
         """Return one or more lines for a person."""
-        if self.exit == LOST_WITH_HOST:
+        if self.kind is FailureKind.HOST_LOST:
             return f"{self.event} (proc {self.proc}, rank {self.rank})"
         if self.event:
             return f"{self.event} (host {self.host_name}, proc {self.proc}, rank {self.rank}, pid {self.pid})"
@@ -102,6 +134,7 @@ class HostDown:
     Attributes:
         stand_in: id of the host that takes its place; empty if none does.
         replaced_by: what people know that one as.
+        silent: nothing more was heard from it, and nothing tells that its agent has ended: the node itself may be ill.
     """
 
     host: str
@@ -110,6 +143,7 @@ class HostDown:
     detected_at: float
     stand_in: str = ""
     replaced_by: str = ""
+    silent: bool = False
 
     def to_fields(self) -> dict[str, Any]:
         """Return the fields of the message that carries this."""

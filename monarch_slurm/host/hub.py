@@ -355,7 +355,7 @@ class Hub:
             self._caster.beat()
         now = self._loop.clock()
         for peer in self._liveness.dead(now):
-            self._host_down(peer, f"{SILENT} for {self._interval * settings().missed_heartbeats:g} s")
+            self._host_down(peer, f"{SILENT} for {self._interval * settings().missed_heartbeats:g} s", silent=True)
         for peer in list(self.hosts):
             folds = self._incoming.folds(peer)
             acknowledged = {"folds": folds} if folds else {}
@@ -365,13 +365,13 @@ class Hub:
                 self._agent_closed(peer)
         self._loop.call_later(self._interval, self._beat)
 
-    def _host_down(self, peer: str, cause: str) -> None:
+    def _host_down(self, peer: str, cause: str, silent: bool = False) -> None:
         info = self._forget(peer)
         if info is None:
             return
         logger.log(logging.DEBUG if self._ending else logging.ERROR, "host %s is lost: %s", info.name, cause)
         self._send_quietly(Message("fenced", Address(peer, AGENT), CONTROLLER, {"cause": cause}))
-        self._tell_host_down(HostDown(peer, info.name, cause, time.time()))
+        self._tell_host_down(HostDown(peer, info.name, cause, time.time(), silent=silent))
 
     def _tell_host_down(self, down: HostDown) -> None:
         stand_in = self.find_stand_in(down)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from monarch_slurm.config import settings
 from monarch_slurm.host import kernel
-from monarch_slurm.host.exits import ProcDown, describe_exit
+from monarch_slurm.host.exits import FailureKind, ProcDown, describe_exit
 from monarch_slurm.host.guardian import end_children
 from monarch_slurm.host.logs import LineReader, ProcLog
 from monarch_slurm.host.orphans import Orphans
@@ -48,6 +48,8 @@ class _Proc:
     why_ended: str = ""
     event: str = ""
     traceback: str = ""
+    kind: FailureKind | None = None
+    """Of the failure that it ends itself for."""
     ended_at: float = 0.0
 
 
@@ -198,11 +200,11 @@ class ProcTable:
             else:
                 self.signal(name, signal.SIGKILL)
 
-    def note_failure(self, name: str, event: str, traceback: str) -> None:
+    def note_failure(self, name: str, kind: str, event: str, traceback: str) -> None:
         """A proc that is about to end says why, with the traceback of the Python exception that was the reason."""
         proc = self._procs.get(name)
         if proc is not None:
-            proc.event, proc.traceback = event, traceback
+            proc.kind, proc.event, proc.traceback = FailureKind(kind), event, traceback
 
     def reap(self) -> None:
         """Look after orphans; to be called now and then."""
@@ -323,10 +325,11 @@ class ProcTable:
         proc.log.close()
         self._orphans.sweep()
         spec = proc.spec
+        kind = proc.kind or (FailureKind.PROC_EXITED if proc.reported else FailureKind.PROC_NOT_STARTED)
         self._on_down(
             ProcDown(
                 spec.host, spec.host_name, name, spec.mesh, spec.rank, proc.pid, exit_text,
-                proc.ended_at or time.time(), proc.log.tail, proc.stopping, proc.event, proc.traceback,
+                proc.ended_at or time.time(), proc.log.tail, proc.stopping, proc.event, proc.traceback, kind,
             )
         )  # fmt: skip
 

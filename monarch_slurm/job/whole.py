@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from monarch_slurm.config import settings
-from monarch_slurm.host.exits import SILENT
 from monarch_slurm.job.batch import BatchPlan
 from monarch_slurm.job.diagnosis import failed_hosts, gather_or_explain
 from monarch_slurm.job.errors import UnfitHostError
@@ -104,7 +103,7 @@ class Gathering:
 
     def _note_lost(self, down: HostDown) -> None:
         """Remember a node that fell silent; one whose agent was ended is well."""
-        if down.cause.startswith(SILENT):
+        if down.silent:
             sick = {down.host_name: down.cause}
             threading.Thread(target=note_sick, args=(self._base, sick), name="monarch-sick", daemon=True).start()
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from monarch_slurm.actor import MeshFailure
+from monarch_slurm.actor import FailureKind, MeshFailure
 from monarch_slurm.train.supervisor import _cause
 
 KILLED = MeshFailure(
     "trainer0-1", (0,),
     "the process of rank 0 failed: Killed(sig=9) (host n1, proc t.0, rank 0, pid 7); killed from outside",
-    exit="Killed(sig=9)", host="n1", pid=7,
+    FailureKind.PROC_EXITED, exit="Killed(sig=9)", host="n1", pid=7,
 )  # fmt: skip
 
 
