@@ -10,20 +10,16 @@ from typing import Any
 
 import click
 
+from monarch_slurm.cli.slurm_options import host_arguments, host_options
+
 BANNER = "hosts: a HostMesh of {count} node{s} of job {job}: {nodes}. Try hosts.spawn_procs(per_host={{'gpus': 8}})."
 
 
 @click.command()
 @click.option("--job", type=click.IntRange(1), help="The job whose nodes to take [default: the one around this shell].")
 @click.option("--take-over", is_flag=True, help="End the session of another program that has the nodes.")
-@click.option("--address", help="Interface, network or IP address that is dialled on each machine.")
 @click.option("--log-dir", help="Folder for the session's own folder, which all nodes must see.")
-@click.option(
-    "--python", "python_exe", help="Command that starts Python on the nodes [default: the one that runs here]."
-)
-@click.option("--srun-arg", "srun_args", multiple=True, help="One more option of the srun that starts each host.")
-@click.option("--preflight", multiple=True, metavar="COMMAND", help="Must succeed on a node before its agent starts.")
-@click.option("--container", metavar="IMAGE", help="Image that the agents run in (.sif, .sqsh).")
+@host_options
 @click.option("--plain", is_flag=True, help="Python's own prompt, also where IPython is installed.")
 def shell(job: int | None, plain: bool, **options: Any) -> None:
     """Open a prompt (IPython if it is installed) whose `hosts` are the nodes of the allocation around this shell.
@@ -35,7 +31,7 @@ def shell(job: int | None, plain: bool, **options: Any) -> None:
 
     allocation = SlurmAllocation.from_env() if job is None else SlurmAllocation.from_job(job)
     sys.ps1 = ">>> "  # a person types here: failures that nobody handles are to end nothing
-    hosts = allocation.hosts(**options)
+    hosts = allocation.hosts(**host_arguments(options), **options)
     count = len(allocation.nodes)
     banner = BANNER.format(count=count, s="s" * (count > 1), job=allocation.job_id, nodes=compress(allocation.nodes))
     # Classes that are defined at the prompt are of __main__, and are sent to the nodes by value.

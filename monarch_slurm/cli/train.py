@@ -11,6 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from monarch_slurm.cli.slurm_options import job_arguments, job_options, names_of_job_options, wants_to_follow
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.train.config import ENGINES, TrainConfig
 
@@ -111,51 +112,7 @@ def _rate(context: click.Context, parameter: click.Parameter, value: float) -> f
 @click.option(
     "--keep-saves", type=click.IntRange(1), default=2, show_default=True, help="How many saved states are kept."
 )
-@click.option("--partition", help="Slurm partition.")
-@click.option("--account", help="Slurm account.")
-@click.option("--qos", help="Slurm QOS.")
-@click.option("--time", "time_limit", help="Slurm time limit, as sbatch takes it.")
-@click.option(
-    "--requeue/--no-requeue",
-    default=False,
-    show_default=True,
-    help="Whether Slurm starts the job again, to go on where it was, near its time limit and when it is preempted.",
-)
-@click.option("--notice", type=click.IntRange(1), help="Seconds before the time limit at which the state is saved.")
-@click.option("--gpus-per-node", type=click.IntRange(1))
-@click.option("--cpus-per-task", type=click.IntRange(1))
-@click.option(
-    "--address", help="Interface, network or IP address that the run's processes use on each node, or 'fastest'."
-)
-@click.option("--data-address", help="The same for what trainers tell one another [default: as --address].")
-@click.option(
-    "--slurm-arg",
-    "slurm_args",
-    multiple=True,
-    help="One more option for sbatch, such as --slurm-arg=--constraint=mi300.",
-)
-@click.option(
-    "--exclusive/--no-exclusive", default=True, show_default=True, help="Whether the nodes are for this job alone."
-)
-@click.option(
-    "--spares",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Nodes beyond --nodes, for the places of nodes that are lost or not fit.",
-)
-@click.option(
-    "--on-lost",
-    type=click.Choice(["shrink", "request", "fail"]),
-    default="shrink",
-    show_default=True,
-    help="If no spare is left: train on with less, ask Slurm for one more node, or end the run.",
-)
-@click.option(
-    "--health-check/--no-health-check",
-    default=None,
-    help="Whether nodes are examined before they are used [default: if there are spares].",
-)
+@job_options("monarch-train", follow=True)
 @click.option("--in-job", is_flag=True, hidden=True, help="Be the controller of the Slurm job around this process.")
 @click.argument("engine_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- ENGINE_OPTIONS]")
 @click.pass_context
@@ -168,6 +125,7 @@ def train(context: click.Context, /, where: str | None, nodes: int | None, in_jo
     llama3_debugmodel --training.steps 100: the steps that each replica does if nothing fails.
     """
     from monarch_slurm.gpu import gpu_devices
+    from monarch_slurm.job.program_files import check_files
     from monarch_slurm.train.injection import parse_kinds
     from monarch_slurm.train.resuming import resumed_config
     from monarch_slurm.train.session import Plan, train_here, train_on_slurm
@@ -189,7 +147,6 @@ def train(context: click.Context, /, where: str | None, nodes: int | None, in_jo
             f"--fail-every: with --replicas {config.replicas} and --min-replicas {config.min_replicas} any failure "
             f"would hold up the run; take --replicas {config.replicas + 1}"
         )
-    slurm = {name: options.pop(name) for name in _SLURM_OPTIONS}
     plan = Plan(
         config=config,
         out=options["out"],
@@ -205,19 +162,48 @@ def train(context: click.Context, /, where: str | None, nodes: int | None, in_jo
         raise click.UsageError("--local and --nodes exclude each other")
     if where == "local" and config.replica_backend == "ccl" and not gpu_devices():
         raise ConfigError("--replica-backend ccl is for GPUs, and this machine has none")
-    if where == "local" and given & slurm.keys():
-        names = ", ".join(sorted("--" + name.replace("_", "-") for name in given & slurm.keys()))
-        raise click.UsageError(f"for Slurm only, not for --local: {names}")
+    for_slurm = names_of_job_options()
+    if where == "local" and given & for_slurm:
+        names = sorted(_flag(parameter) for parameter in context.command.params if parameter.name in given & for_slurm)
+        raise click.UsageError(f"for Slurm only, not for --local: {', '.join(names)}")
     if "failures" in given and options["fail_every"] is None:
         raise click.UsageError("--failures needs --fail-every SECONDS")
     if where is None and nodes is None and not in_job:
         raise click.UsageError("say where to train: --local, or --nodes N for a Slurm job")
     if config.engine == "torchtitan":
         plan = replace(plan, config=described(config))
-    if nodes is not None and not in_job:
-        train_on_slurm(plan, nodes, slurm)
-    else:
+    if nodes is None or in_job:
         train_here(plan, in_job=in_job)
+        return
+    follow = wants_to_follow(options, default=True)
+    dry_run, as_json = options["dry_run"], options["as_json"]
+    arguments = job_arguments(options)
+    check_files((), venv=arguments["venv"], container=arguments["container"], setup=arguments["setup"])
+    words = _words_in_job(context, given - for_slurm)
+    train_on_slurm(plan, nodes, arguments, words, dry_run=dry_run, as_json=as_json, follow=follow)
+
+
+def _words_in_job(context: click.Context, given: set[str]) -> list[str]:
+    """Return the command line of ``monarch-slurm`` that the job's head node runs, by the controller.
+
+    Paths are absolute, for a container may start in a folder of its own.
+    """
+    words = ["train", "--in-job"]
+    for parameter in context.command.params:
+        name = parameter.name
+        if name not in (given | {"out"}) or not isinstance(parameter, click.Option):
+            continue
+        value = context.params[name]
+        if isinstance(parameter.type, click.Path) or (name == "reference" and value not in ("auto", "none")):
+            value = os.path.abspath(value)
+        words.append(f"{_flag(parameter)}={value}")
+    engine_options = context.params["engine_options"]
+    return [*words, "--", *engine_options] if engine_options else words
+
+
+def _flag(parameter: click.Parameter) -> str:
+    """Return the long name of an option."""
+    return max(parameter.opts, key=len)
 
 
 def _check_engine(config: TrainConfig, given: set[str]) -> None:
@@ -262,22 +248,4 @@ _CONFIG_OPTIONS = (
     "replica_backend",
     "engine",
     "engine_options",
-)
-
-_SLURM_OPTIONS = (
-    "partition",
-    "account",
-    "qos",
-    "time_limit",
-    "gpus_per_node",
-    "cpus_per_task",
-    "address",
-    "data_address",
-    "slurm_args",
-    "exclusive",
-    "requeue",
-    "notice",
-    "spares",
-    "on_lost",
-    "health_check",
 )

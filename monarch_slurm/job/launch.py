@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a program as the controller of all nodes of the Slurm job around this process.",
     )
     parser.add_argument("--address", help="interface, network or IP address that the job's processes use on each node")
+    parser.add_argument("--data-address", help="the same for what procs send one another [default: as --address]")
     parser.add_argument("--container", metavar="IMAGE", help="image that program and agents run in")
     parser.add_argument("--container-runtime", choices=RUNTIMES, help="what starts it [default: by the file's ending]")
     parser.add_argument("--container-python", default="python3", help="command that starts Python inside of it")
@@ -70,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     # not "request": what sbatch was told of these nodes is not known here
     choices = ("shrink", "fail")
     parser.add_argument("--on-lost", choices=choices, default="shrink", help="if no spare is left [default: shrink]")
+    parser.add_argument(
+        "--health-check",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="whether nodes are examined before they are used [default: if there are spares]",
+    )
     parser.add_argument("--srun-arg", action="append", default=[], help="option of the srun that starts each host")
     parser.add_argument("program", nargs="*", help="a .py file or a command, and its arguments")
     return parser
@@ -91,7 +98,7 @@ def _plan(options: argparse.Namespace) -> BatchPlan:
     return BatchPlan(
         program=tuple(program_arguments(options.program, python if container is None else container.python)),
         python=python,
-        address=options.address,
+        address=options.data_address or options.address,
         requeue=options.requeue,
         srun_args=tuple(options.srun_arg),
         preflight=tuple(options.preflight),
@@ -106,6 +113,8 @@ def _job(options: argparse.Namespace, nodes: int) -> SlurmJob:
     return SlurmJob(
         {"hosts": nodes - options.spares},
         address=options.address,
+        data_address=options.data_address,
+        health_check=options.health_check,
         log_dir=options.log_dir,
         spares=options.spares,
         on_lost=options.on_lost,

@@ -28,7 +28,7 @@ def check_files(
         return
     if venv is not None:
         _check(venv, os.path.join(venv, "bin", "activate"), "virtual environment")
-    script = _script(program) if container is None else None
+    script = _script(program) if program and container is None else None
     if script is not None:
         path = script
         if os.path.isdir(script):

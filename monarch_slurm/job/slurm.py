@@ -233,6 +233,12 @@ class SlurmJob(JobTrait):
             raise JobError("this job has not been submitted; call apply() or state() first")
         return self._folder
 
+    @property
+    def python(self) -> list[str]:
+        """Command that starts Python where the program and the agents run: in the container, if there is one."""
+        container = self._request.container
+        return shlex.split(self._request.python if container is None else container.python)
+
     def script(self) -> str:
         """Return the script that would be submitted, with ``JOB_FOLDER`` for the folder that is made then.
 
@@ -261,9 +267,8 @@ class SlurmJob(JobTrait):
 
     def _plan(self, client_script: Script | None) -> BatchPlan:
         request = self._request
-        inside = request.python if request.container is None else request.container.python
         return BatchPlan(
-            program=None if client_script is None else tuple(program_arguments(client_script, inside)),
+            program=None if client_script is None else tuple(program_arguments(client_script, shlex.join(self.python))),
             python=request.python,
             address=request.data_address,
             requeue=request.requeue,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from monarch_slurm.actor import HostMesh
 from monarch_slurm.config import configure, settings
 from monarch_slurm.controller import ANSWERS, FolderError, RestartLimit, make_job_folder
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
-from monarch_slurm.job import SlurmJob, job_load, save_on_notice
+from monarch_slurm.job import Container, SlurmJob, job_load, save_on_notice
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.train.answers import answers_of
 from monarch_slurm.train.config import TrainConfig
@@ -184,17 +186,43 @@ def make_run_folder(out: Path) -> Path:
         return folder
 
 
-def train_on_slurm(plan: Plan, nodes: int, options: dict[str, Any]) -> NoReturn:
-    """Submit the run as a Slurm job of ``nodes`` nodes and follow its log; ends this process with the job's exit code.
+def train_on_slurm(
+    plan: Plan,
+    nodes: int,
+    arguments: dict[str, Any],
+    words: Sequence[str],
+    *,
+    dry_run: bool = False,
+    as_json: bool = False,
+    follow: bool = True,
+) -> None:
+    """Submit the run as a Slurm job of ``nodes`` nodes; unless told otherwise, follow it and leave with its exit code.
+
+    Args:
+        arguments: of `SlurmJob`, except for the meshes and the folder.
+        words: arguments of ``monarch-slurm`` on the head node.
+        dry_run: only print what would be submitted.
+        as_json: print the job's number and folder as JSON.
 
     Raises:
         MonarchSlurmError: the job could not be submitted, or ended by something else than its own program.
     """
     check(plan)
     os.environ.setdefault("MONARCH_SLURM_PRELOAD", _preload(plan.config))
-    job = SlurmJob({"hosts": nodes}, job_name="monarch-train", log_dir=plan.out, **options)
-    job.apply(_inner_command(sys.argv[1:]))
+    if arguments["container"] is not None:
+        arguments = {**arguments, "container": _with_mounts(arguments["container"], plan)}
+    job = SlurmJob({"hosts": nodes}, log_dir=plan.out, **arguments)
+    command = [*job.python, "-m", "monarch_slurm", *words]
+    if dry_run:
+        print(job.dry_run(command), end="", flush=True)
+        return
+    job.apply(command)
+    if as_json:
+        print(json.dumps({"job_id": job.job_id, "folder": str(job.folder)}), flush=True)
+        return
     print(f"submitted job {job.job_id}; its folder: {job.folder}", flush=True)
+    if not follow:
+        return
     try:
         code = job.follow(sys.stdout)
     except KeyboardInterrupt:
@@ -204,10 +232,12 @@ def train_on_slurm(plan: Plan, nodes: int, options: dict[str, Any]) -> NoReturn:
     sys.exit(code)
 
 
-def _inner_command(arguments: list[str]) -> list[str]:
-    """Return the command that the job's head node runs: the same, by the controller."""
-    command, *options = arguments  # options may end with an engine's own, after --
-    return [sys.executable, "-m", "monarch_slurm", command, "--in-job", *options]
+def _with_mounts(container: Container, plan: Plan) -> Container:
+    """Return ``container`` with the paths of the run mounted: where it writes, its text, the run that it resumes."""
+    reference = None if plan.reference in ("auto", "none") else plan.reference
+    paths = [os.path.abspath(path) for path in (plan.out, plan.config.data, plan.resume, reference) if path is not None]
+    new = [path for path in dict.fromkeys(paths) if path not in container.mounts]
+    return replace(container, mounts=(*container.mounts, *new))
 
 
 def _preload(config: TrainConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -138,3 +139,31 @@ def test_a_replica_goes_on_at_a_spare_node(cluster: Cluster, tmp_path: Path) -> 
     (failure,) = report["failures"]
     assert (failure["type"], failure["host"], failure["outcome"]) == ("host", "n3", "recovered")
     assert "n4 takes its place" in failure["cause"]
+
+
+APPTAINER = """#!/bin/bash
+# Stands for apptainer exec: Python has another name inside than outside, and the working directory is the image's.
+shift
+while [[ $1 == --* ]]; do echo "$1" >>"$(dirname "$0")/binds"; shift; done
+shift
+PATH="$(dirname "$0")/inside:$PATH"
+cd /
+exec "$@"
+"""
+
+
+def test_a_run_in_a_container(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = tmp_path / "commands"
+    (commands / "inside").mkdir(parents=True)
+    (commands / "apptainer").write_text(APPTAINER)
+    (commands / "inside" / "python-inside").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    for path in (commands / "apptainer", commands / "inside" / "python-inside"):
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    Path("image.sif").touch()
+    options = ["--container", "image.sif", "--python", "python-inside", "--nodes", "2", "--replicas", "2"]
+    with training(Path("runs"), *options, "--tokens", "20000") as process:
+        assert process.wait(timeout=240) == 0, Path("log").read_text()
+    (report,) = Path("runs").glob("*/report.json")
+    assert json.loads(report.read_text())["summary"]["ok"] is True
+    assert f"--bind={tmp_path}/runs" in (commands / "binds").read_text().splitlines()

@@ -12,7 +12,6 @@ from support import run_command
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.train import titan
 from monarch_slurm.train.positions import Positions
-from monarch_slurm.train.session import _inner_command
 from monarch_slurm.train.watchdog import START_DEADLINE, WARMUP_DEADLINE, Watchdog
 
 BOX = """\
@@ -70,11 +69,6 @@ def test_its_version_is_looked_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_what_its_parser_says_becomes_one_line() -> None:
     said = "Unrecognized options: --training.stepz, 3, --x. Perhaps you meant: --training.steps INT"
     assert titan._gist(BOX) == said
-
-
-def test_a_job_runs_the_same_command_with_the_engines_options_at_its_end() -> None:
-    words = ["train", "--nodes", "2", "--engine", "torchtitan", "--", "--module", "llama3"]
-    assert _inner_command(words)[3:] == ["train", "--in-job", *words[1:]]
 
 
 def test_a_position_is_that_of_the_state_that_is_gone_on_from(tmp_path: Path) -> None:
