@@ -17,7 +17,7 @@ class TrainConfig:
     """The whole description of a run; every trainer gets the same one.
 
     Attributes:
-        model: name of a configuration in `monarch_slurm.train.llama.CONFIGS`.
+        model: name of a configuration in `monarch_slurm.train.llama_config.CONFIGS`.
         data: text file or folder of text files; None means the source of the Python standard library.
         seq_len: tokens in a sequence.
         batch_size: sequences in the batch of one trainer rank.

@@ -13,8 +13,6 @@ but (seed, replica, rank, step).
 
 from __future__ import annotations
 
-import os
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,23 +23,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from monarch_slurm.errors import ConfigError
-
-VOCAB = 256
-"""Size of the vocabulary: one token per byte."""
-
-DOCUMENT_END = 0
-"""The token between two documents."""
-
-_HELD_OUT = 20  # every so many runs of windows, one is held out
-_PROBE_BYTES = 1 << 16  # so much of a file is looked at to tell text from anything else
-_SKIPPED_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests"})
+from monarch_slurm.train.corpus import (
+    DOCUMENT_END,
+    HELD_OUT,
+    PROBE_BYTES,
+    DataError,
+    Folder,
+    check_length,
+    check_shards,
+    find_corpus,
+    held_out_run,
+    not_text,
+    source_name,
+    unreadable,
+)
 
 Bytes = npt.NDArray[np.uint8]
-
-
-class DataError(ConfigError):
-    """The training text cannot be used; the message names the path and what to change."""
 
 
 def load_corpus(data: str | None) -> Bytes:
@@ -57,62 +54,41 @@ def load_corpus(data: str | None) -> Bytes:
     Raises:
         DataError: nothing there, not readable, empty, or not text.
     """
-    if data is None:
-        return _load_folder(sysconfig.get_paths()["stdlib"], ".py", _SKIPPED_FOLDERS)
-    path = os.path.abspath(os.path.expanduser(data))
-    if not os.path.exists(path):
-        raise DataError(f"training data {path} does not exist: give a text file or a folder that every host can read")
-    if os.path.isdir(path):
-        return _load_folder(path, "", frozenset({"__pycache__"}))
-    return _map_file(path)
+    found = find_corpus(data)
+    return _map_file(found) if isinstance(found, str) else _load_folder(found)
 
 
 @lru_cache(maxsize=2)
 def _map_file(path: str) -> Bytes:
     try:
-        if not os.path.isfile(path):
-            raise DataError(f"training data {path} is neither a file nor a folder")
-        if os.path.getsize(path) == 0:
+        if Path(path).stat().st_size == 0:
             raise DataError(f"training data {path} is empty: give a file with text in it")
         corpus = np.memmap(path, dtype=np.uint8, mode="r")
     except OSError as error:
-        raise _unreadable(path, error) from error
-    if (corpus[:_PROBE_BYTES] == DOCUMENT_END).any():
-        raise DataError(f"training data {path} is not text (it contains NUL bytes): give plain text, not an archive")
+        raise unreadable(path, error) from error
+    if (corpus[:PROBE_BYTES] == DOCUMENT_END).any():
+        raise not_text(path)
     return corpus
 
 
 @lru_cache(maxsize=2)
-def _load_folder(folder: str, suffix: str, skipped: frozenset[str]) -> Bytes:
-    parts: list[bytes] = []
-    files = 0
-
-    def stop(error: OSError) -> None:
-        raise error
-
+def _load_folder(folder: Folder) -> Bytes:
+    whole = bytearray()  # grows in place; joined pieces would need twice the memory
+    files, path = 0, folder.path
     try:
-        for parent, folders, names in os.walk(folder, onerror=stop):
-            folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
-            for name in sorted(names):
-                if name.startswith(".") or not name.endswith(suffix):
-                    continue
-                path = os.path.join(parent, name)
-                if not os.path.isfile(path):
-                    continue
-                files += 1
-                text = Path(path).read_bytes()
-                if text and DOCUMENT_END not in text:
-                    parts += (text, bytes([DOCUMENT_END]))
+        for path in folder.files():
+            files += 1
+            text = Path(path).read_bytes()
+            if text and DOCUMENT_END not in text:
+                whole += text
+                whole.append(DOCUMENT_END)
     except OSError as error:
-        raise _unreadable(str(error.filename or folder), error) from error
-    if not parts:
-        seen = f"{files} files, none of them text" if files else "no files"
-        raise DataError(f"training data {folder} has no text in it ({seen}): give a folder with text files")
-    return np.frombuffer(b"".join(parts), dtype=np.uint8)
-
-
-def _unreadable(path: str, error: OSError) -> DataError:
-    return DataError(f"training data {path} cannot be read ({error.strerror or error}): check its permissions")
+        raise unreadable(str(error.filename or path), error) from error
+    if not whole:
+        raise folder.without_text(files)
+    corpus = np.frombuffer(whole, dtype=np.uint8)
+    corpus.flags.writeable = False
+    return corpus
 
 
 @dataclass(frozen=True)
@@ -158,19 +134,10 @@ def split_corpus(data: str | None, seq_len: int) -> Split:
         DataError: as `load_corpus`, or the text is shorter than 20 windows.
     """
     corpus = load_corpus(data)
-    source = "the Python standard library" if data is None else data
-    window = seq_len + 1
-    windows = np.arange(len(corpus) // window)
-    if len(windows) < _HELD_OUT:
-        raise DataError(
-            f"training data {source} is too short: {len(corpus)} bytes are {len(windows)} sequences of {seq_len}"
-            f" tokens, at least {_HELD_OUT} are needed; give more text or a smaller seq_len"
-        )
-    # Long runs keep held-out text apart from its neighbours in the training text; a short corpus has short runs, so
-    # that there is always one to hold out.
-    run = min(max(len(windows) // (_HELD_OUT * _HELD_OUT), 1), 64)
-    held_out = (windows // run) % _HELD_OUT == _HELD_OUT // 2
-    return Split(corpus, window, windows[~held_out], windows[held_out], source)
+    source = source_name(data)
+    windows = np.arange(check_length(len(corpus), seq_len, source))
+    held_out = windows // held_out_run(len(windows)) % HELD_OUT == HELD_OUT // 2
+    return Split(corpus, seq_len + 1, windows[~held_out], windows[held_out], source)
 
 
 class Sampler:
@@ -188,13 +155,7 @@ class Sampler:
     """
 
     def __init__(self, split: Split, *, seed: int, shard: int, shards: int, batch_size: int) -> None:
-        own = len(split.training) // shards
-        if own < batch_size:
-            raise DataError(
-                f"training data {split.source} is too short: {len(split.training)} training sequences over {shards}"
-                f" trainers are {own} each, fewer than the batch size {batch_size}; give more text, a smaller seq_len"
-                " or a smaller batch"
-            )
+        own = check_shards(len(split.training), shards, batch_size, split.source)
         self.step = 0
         self._split, self._seed, self._shard, self._batch_size = split, seed, shard, batch_size
         self._windows = split.training[shard::shards][:own]

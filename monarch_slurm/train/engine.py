@@ -20,7 +20,8 @@ from monarch_slurm.train.data import Sampler, load_corpus, split_corpus
 from monarch_slurm.train.diloco import DilocoEngine, Workload
 from monarch_slurm.train.events import Event
 from monarch_slurm.train.llama import loss_function
-from monarch_slurm.train.model import make_model, make_optimizer, model_config
+from monarch_slurm.train.llama_config import model_config
+from monarch_slurm.train.model import make_model, make_optimizer
 from monarch_slurm.train.replica import open_replica
 from monarch_slurm.train.schedule import learning_rate
 

@@ -7,23 +7,10 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from monarch_slurm.errors import ConfigError
 from monarch_slurm.train.config import TrainConfig
-from monarch_slurm.train.data import VOCAB
-from monarch_slurm.train.llama import CONFIGS, Llama, LlamaConfig, init_parameters
+from monarch_slurm.train.llama import Llama, init_parameters
+from monarch_slurm.train.llama_config import LlamaConfig
 from monarch_slurm.train.replica import Replica
-
-
-def model_config(name: str) -> LlamaConfig:
-    """Return a configuration of `CONFIGS` with the vocabulary of byte tokens.
-
-    Raises:
-        ConfigError: there is none of that name.
-    """
-    if name not in CONFIGS:
-        raise ConfigError(f"there is no model {name!r}; choose one of {', '.join(CONFIGS)}")
-    known = CONFIGS[name]
-    return LlamaConfig(**{**vars(known), "vocab": VOCAB})
 
 
 def make_model(shape: LlamaConfig, seed: int, replica: Replica) -> Llama:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import sys
@@ -20,9 +21,11 @@ from monarch_slurm.job import Container, SlurmJob, job_load, save_on_notice
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.train.answers import answers_of
 from monarch_slurm.train.config import TrainConfig
+from monarch_slurm.train.corpus import check_corpus
 from monarch_slurm.train.events import Event
 from monarch_slurm.train.injection import schedule
 from monarch_slurm.train.live import LiveView
+from monarch_slurm.train.llama_config import model_config
 from monarch_slurm.train.manager import Run
 from monarch_slurm.train.report import ReportError, build_report, load_report, write_report
 from monarch_slurm.train.resuming import (
@@ -89,6 +92,7 @@ def train_here(plan: Plan, in_job: bool = False) -> Path:
     Raises:
         MonarchSlurmError: the run could not be made or finished. A report of what happened is written all the same.
     """
+    _check_installed()
     reference = check(plan)
     check_runtime_dir()  # the client does so too, but by then there is a run, which would end early
     folder = _run_folder(plan, in_job)
@@ -139,22 +143,19 @@ def _reference_folder(folder: Path, config: TrainConfig) -> Path:
 def check(plan: Plan) -> Any:
     """Make sure that the plan can work before anything is started; return the reference report, if one is named.
 
+    It needs neither torch nor numpy and reads no more of the text than `check_corpus` does, for it is called on login
+    nodes, too.
+
     Raises:
         MonarchSlurmError: it cannot; the text says why.
     """
-    try:
-        from monarch_slurm.train.data import split_corpus
-        from monarch_slurm.train.model import model_config
-    except ModuleNotFoundError as error:
-        raise MonarchSlurmError(
-            f'training needs {error.name}; install it with: pip install "monarch_slurm[train]"'
-        ) from None
-
     if plan.config.engine == "torchtitan":
         described(plan.config)
     else:
-        model_config(plan.config.model)
-        split_corpus(plan.config.data, plan.config.seq_len)
+        config = plan.config
+        model_config(config.model)
+        shards = config.replicas * config.procs_per_replica
+        check_corpus(config.data, seq_len=config.seq_len, shards=shards, batch_size=config.batch_size)
     if plan.resume is not None:
         check_unfinished(Path(plan.resume))
     if plan.reference in ("auto", "none"):
@@ -163,6 +164,17 @@ def check(plan: Plan) -> Any:
         return load_report(plan.reference)
     except ReportError as error:
         raise ConfigError(f"--reference {plan.reference}: {error}") from None
+
+
+def _check_installed() -> None:
+    """Make sure that this machine has what training needs.
+
+    Raises:
+        MonarchSlurmError: a package is missing.
+    """
+    for name in ("numpy", "torch", "torchft"):
+        if importlib.util.find_spec(name) is None:
+            raise MonarchSlurmError(f'training needs {name}; install it with: pip install "monarch_slurm[train]"')
 
 
 def make_run_folder(out: Path) -> Path:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.train import titan
 from monarch_slurm.train.config import Place, TrainConfig
-from monarch_slurm.train.data import DataError
+from monarch_slurm.train.corpus import DataError
 from monarch_slurm.train.diloco import DilocoEngine, Workload
 from monarch_slurm.train.positions import Positions
 from monarch_slurm.train.replica import open_replica

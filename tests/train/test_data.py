@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from monarch_slurm.train.data import DOCUMENT_END, DataError, Sampler, Split, load_corpus, split_corpus
+from monarch_slurm.train.corpus import DOCUMENT_END, DataError
+from monarch_slurm.train.data import Sampler, Split, load_corpus, split_corpus
 
 
 @pytest.fixture
@@ -138,7 +139,7 @@ def test_binary_data(tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(b"\x89PNG\x00\x00")
     with pytest.raises(DataError, match="not text"):
         load_corpus(str(tmp_path / "image.png"))
-    with pytest.raises(DataError, match="1 files, none of them text"):
+    with pytest.raises(DataError, match="1 file, which is not text"):
         load_corpus(str(tmp_path))
 
 

@@ -15,11 +15,10 @@ from trainers import Event, Run, Trainer, Zygote
 
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.train.config import Place, TrainConfig
-from monarch_slurm.train.data import DataError
+from monarch_slurm.train.corpus import DataError
 from monarch_slurm.train.engine import LlamaEngine
 from monarch_slurm.train.events import TRAINER_KINDS
-from monarch_slurm.train.llama import CONFIGS
-from monarch_slurm.train.model import model_config
+from monarch_slurm.train.llama_config import CONFIGS, model_config
 
 pytestmark = [pytest.mark.train, pytest.mark.slow]
 

@@ -11,11 +11,8 @@ import torch.nn.functional as F
 
 from monarch_slurm.train.data import Sampler, split_corpus
 from monarch_slurm.train.llama import (
-    CONFIGS,
     Attention,
     Llama,
-    LlamaConfig,
-    RopeScaling,
     apply_rope,
     count_parameters,
     init_parameters,
@@ -23,6 +20,7 @@ from monarch_slurm.train.llama import (
     rope_frequencies,
     rope_table,
 )
+from monarch_slurm.train.llama_config import CONFIGS, LlamaConfig, RopeScaling
 
 SMALL = LlamaConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn=48)
 

@@ -31,7 +31,8 @@ def be_rank(rank: int, port: int) -> None:
 
     from monarch_slurm.train import state
     from monarch_slurm.train.config import Place
-    from monarch_slurm.train.llama import CONFIGS, Llama, init_parameters
+    from monarch_slurm.train.llama import Llama, init_parameters
+    from monarch_slurm.train.llama_config import CONFIGS
     from monarch_slurm.train.replica import open_replica
 
     torch.set_num_threads(1)

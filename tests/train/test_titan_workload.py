@@ -19,7 +19,7 @@ if os.environ.get("MONARCH_SLURM_TEST_TORCHTITAN") != "1":
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.train import state
 from monarch_slurm.train.config import Place, TrainConfig
-from monarch_slurm.train.data import DataError
+from monarch_slurm.train.corpus import DataError
 from monarch_slurm.train.titan import described
 from monarch_slurm.train.titan_engine import _TitanWorkload
 
