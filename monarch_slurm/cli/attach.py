@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from monarch_slurm.cli.status import SLURM_SECONDS
+
 if TYPE_CHECKING:
     from monarch_slurm.job.locate import FoundJob
     from monarch_slurm.train.live import LiveView
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 REFRESH_SECONDS = 1.0
 EVENTS_SECONDS = 0.5
-SLURM_SECONDS = 10.0
+SLURM_PAUSE = 10.0
 """Pause between two questions to slurmctld, which has others to serve."""
 
 
@@ -29,11 +31,11 @@ def attach(job: str, log_dir: str | None) -> None:
     """
     from monarch_slurm.job.follow import print_notice
     from monarch_slurm.job.locate import find_job
-    from monarch_slurm.job.status import query, wait_for_start
+    from monarch_slurm.job.status import answers_within, query, wait_for_start
     from monarch_slurm.wire import AdminClient, NoAnswerError
     from monarch_slurm.wire.admin import QUESTIONS
 
-    found = find_job(job, log_dir)
+    found = find_job(job, log_dir, answers_within(SLURM_SECONDS))
     wait_for_start(found.job_id, None, print_notice, query)
     try:
         with AdminClient(found.folder.path) as client:
@@ -106,7 +108,7 @@ def _watch_hosts(job: FoundJob) -> None:
         slurm: dict[str, Any] | None = None
         asked = 0.0
         while True:
-            if time.monotonic() - asked > SLURM_SECONDS:
+            if time.monotonic() - asked > SLURM_PAUSE:
                 slurm, asked = None, time.monotonic()
             told = look_at(job, slurm)
             slurm = told["slurm"]

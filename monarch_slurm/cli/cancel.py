@@ -33,14 +33,15 @@ def cancel(jobs: Sequence[str]) -> None:
 def _cancel(name: str) -> None:
     from monarch_slurm.job import JobEndedError, Phase
     from monarch_slurm.job.locate import find_job
-    from monarch_slurm.job.status import query, run_command
+    from monarch_slurm.job.status import COMMAND_TIMEOUT, answers_within, query
     from monarch_slurm.job.unreachable import slurm_failure
 
-    job = find_job(name)
-    status = query(job.job_id)
+    run = answers_within(COMMAND_TIMEOUT)
+    job = find_job(name, run=run)
+    status = query(job.job_id, run)
     if status.phase is Phase.ENDED:
         raise JobEndedError(f"{status}: it has ended already")
-    done = run_command(["scancel", job.job_id])
+    done = run(["scancel", job.job_id])
     if done.returncode != 0:
-        raise slurm_failure(done, f"could not cancel job {job.job_id}", run_command)
+        raise slurm_failure(done, f"could not cancel job {job.job_id}", run)
     click.echo(f"cancelled job {job.job_id}")

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from monarch_slurm.cli.status import SLURM_SECONDS
+
 if TYPE_CHECKING:
     from monarch_slurm.job.folder import JobFolder
 
@@ -37,12 +39,13 @@ def logs(
     """
     from monarch_slurm.job.locate import find_job
     from monarch_slurm.job.logs import LogView, copy_logs, follow_logs
+    from monarch_slurm.job.status import answers_within
 
     if batch and (host or rank):
         raise click.UsageError("--batch excludes --host and --rank")
     if mesh is not None and not rank:
         raise click.UsageError("--mesh needs --rank")
-    found = find_job(job, log_dir)
+    found = find_job(job, log_dir, answers_within(SLURM_SECONDS))
     if batch:
         paths = [found.folder.batch_log]
     elif host or rank:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 import types
 from typing import Any
@@ -15,13 +16,21 @@ from monarch_slurm.cli.slurm_options import host_arguments, host_options
 BANNER = "hosts: a HostMesh of {count} node{s} of job {job}: {nodes}. Try hosts.spawn_procs(per_host={{'gpus': 8}})."
 
 
+def _job_id(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(r"[0-9]+(_[0-9]+)?", value):
+        raise click.BadParameter(f"{value!r}: a job's number in Slurm expected, such as 12, or 12_3 in an array")
+    return value
+
+
 @click.command()
-@click.option("--job", type=click.IntRange(1), help="The job whose nodes to take [default: the one around this shell].")
+@click.option(
+    "--job", metavar="ID", callback=_job_id, help="Job whose nodes to take [default: the one around this shell]."
+)
 @click.option("--take-over", is_flag=True, help="End the session of another program that has the nodes.")
 @click.option("--log-dir", help="Folder for the session's own folder, which all nodes must see.")
 @host_options
 @click.option("--plain", is_flag=True, help="Python's own prompt, also where IPython is installed.")
-def shell(job: int | None, plain: bool, **options: Any) -> None:
+def shell(job: str | None, plain: bool, **options: Any) -> None:
     """Open a prompt (IPython if it is installed) whose `hosts` are the nodes of the allocation around this shell.
 
     Leaving it ends what it has started on the nodes; the allocation stays.

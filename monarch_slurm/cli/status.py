@@ -12,8 +12,13 @@ import click
 
 if TYPE_CHECKING:
     from monarch_slurm.job.locate import FoundJob, ListedJob
+    from monarch_slurm.job.status import Run
 
 ANSWER_SECONDS = 5.0
+"""Time for the job's controller to answer."""
+
+SLURM_SECONDS = 10.0
+"""Time for all answers of Slurm to one command."""
 
 
 @click.command()
@@ -26,15 +31,17 @@ def status(job: str | None, as_json: bool, log_dir: str | None) -> None:
     JOB is Slurm's number of a job, or its folder.
     """
     from monarch_slurm.job.locate import find_job, my_jobs
+    from monarch_slurm.job.status import answers_within
 
+    run = answers_within(SLURM_SECONDS)
     if job is None:
-        listed, others = my_jobs()
+        listed, others = my_jobs(run)
         if as_json:
             click.echo(json.dumps([_listed_fields(item) for item in listed], indent=2))
         else:
             _print_list(listed, others)
         return
-    told = look_at(find_job(job, log_dir))
+    told = look_at(find_job(job, log_dir, run), run=run)
     if as_json:
         click.echo(json.dumps(told, indent=2))
     else:
@@ -45,24 +52,26 @@ def status(job: str | None, as_json: bool, log_dir: str | None) -> None:
         Console(highlight=False, soft_wrap=True).print(describe(told))
 
 
-def look_at(job: FoundJob, slurm: dict[str, Any] | None = None) -> dict[str, Any]:
+def look_at(job: FoundJob, slurm: dict[str, Any] | None = None, run: Run | None = None) -> dict[str, Any]:
     """Return what Slurm, the job's folder and its controller say of a job.
 
     Args:
         slurm: what Slurm has just said; None asks it.
+        run: how to ask it; None takes `SLURM_SECONDS` at most.
 
     Returns:
         A map with ``job_id``, ``folder``, ``exit_code`` of the program, ``slurm`` (None if Slurm has forgotten the
         job), ``census``, ``training`` (None if there is no answer, or nothing of the kind) and ``silence`` (why).
     """
     from monarch_slurm.job import JobNotFoundError, SlurmUnreachableError
+    from monarch_slurm.job.status import answers_within
     from monarch_slurm.wire import AdminClient, KeyFileError, NoAnswerError
     from monarch_slurm.wire.admin import QUESTIONS
 
     told: dict[str, Any] = {"job_id": job.job_id, "folder": str(job.folder.path), "exit_code": job.folder.exit_code()}
     told |= {"slurm": slurm, "census": None, "training": None, "silence": ""}
     try:
-        told["slurm"] = slurm = slurm or ask_slurm(job.job_id)
+        told["slurm"] = slurm = slurm or ask_slurm(job.job_id, run or answers_within(SLURM_SECONDS))
         if slurm["phase"] != "running":
             return told
     except (JobNotFoundError, SlurmUnreachableError) as error:
@@ -75,11 +84,11 @@ def look_at(job: FoundJob, slurm: dict[str, Any] | None = None) -> dict[str, Any
             if "training" in client.ask(QUESTIONS, ANSWER_SECONDS):
                 told["training"] = client.ask("training", ANSWER_SECONDS)
     except (NoAnswerError, KeyFileError) as error:
-        told["silence"] = str(error)
+        told["silence"] = "; ".join(filter(None, (told["silence"], str(error))))
     return told
 
 
-def ask_slurm(job_id: str) -> dict[str, Any]:
+def ask_slurm(job_id: str, run: Run) -> dict[str, Any]:
     """Return what Slurm says of a job: the fields of `JobStatus`, its phase, and all of it as a text.
 
     Raises:
@@ -87,7 +96,7 @@ def ask_slurm(job_id: str) -> dict[str, Any]:
     """
     from monarch_slurm.job.status import query
 
-    seen = query(job_id)
+    seen = query(job_id, run)
     return {**asdict(seen), "phase": seen.phase.value, "text": str(seen)}
 
 

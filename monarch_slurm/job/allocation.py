@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from monarch_slurm.job.errors import JobError, NodeListError
 from monarch_slurm.job.nodelist import expand
-from monarch_slurm.job.status import Phase, query
+from monarch_slurm.job.status import JobId, Phase, Run, query, run_command
 
 if TYPE_CHECKING:
     from monarch_slurm.actor import HostMesh
@@ -56,6 +56,7 @@ class SlurmAllocation:
         launch_address: IP address of the machine where srun runs, as the nodes reach it; empty outside of a step.
         restarts: how often Slurm has requeued the job.
         groups: number of nodes of each component of a heterogeneous job, in the order of ``nodes``; else empty.
+        array_task: index of this job in an array of Slurm whose own number is ``job_id``; else None.
     """
 
     job_id: int
@@ -65,6 +66,16 @@ class SlurmAllocation:
     launch_address: str = ""
     restarts: int = 0
     groups: tuple[int, ...] = ()
+    array_task: int | None = None
+
+    @property
+    def command_id(self) -> str:
+        """The id of this job for Slurm's commands.
+
+        One element of each array has the number of the array as its job id. A command that gets this number acts on all
+        elements, so the element is named ``ARRAY_INDEX``. The job ids of the other elements name them alone.
+        """
+        return str(self.job_id) if self.array_task is None else f"{self.job_id}_{self.array_task}"
 
     def group_of(self, index: int) -> int | None:
         """Return the component that the node at ``index`` belongs to; None if the job is not heterogeneous."""
@@ -139,19 +150,38 @@ class SlurmAllocation:
         return hosts
 
     @staticmethod
-    def from_job(job_id: int) -> SlurmAllocation:
+    def from_job(job_id: JobId, run: Run = run_command) -> SlurmAllocation:
         """Return the allocation of a job that runs, for a process whose environment does not tell of it.
 
+        Args:
+            job_id: Slurm's number of the job; for an element of an array ``"ARRAY_INDEX"``.
+
         Raises:
-            AllocationError: the job does not run.
+            AllocationError: the job does not run, or is a whole array.
             JobNotFoundError, SlurmUnreachableError, NoSlurmError
         """
-        status = query(job_id)
+        status = query(job_id, run)
         if status.phase is not Phase.RUNNING:
             raise AllocationError(f"{status}; its nodes cannot be used")
-        nodes = tuple(expand(status.nodes))
+        listed = run(["squeue", "-h", "-j", str(job_id), "--sort=i", "-o", "%A|%i|%N"]).stdout.splitlines()
+        parts = [line.split("|", 2) for line in listed]
+        if not parts:
+            raise AllocationError(f"job {job_id} has just ended; its nodes cannot be used")
+        number, name = parts[0][:2]
+        if len(parts) > 1 and "+" not in name:
+            raise AllocationError(f"job {job_id} is an array; name one of its elements, such as {name}")
+        array, _, index = name.partition("_")
+        components = [tuple(expand(nodes)) for _, _, nodes in parts]
+        nodes = tuple(node for component in components for node in component)
         here = socket.gethostname().partition(".")[0]
-        return SlurmAllocation(job_id, nodes, nodes.index(here) if here in nodes else 0, here if here in nodes else "")
+        return SlurmAllocation(
+            int(number),
+            nodes,
+            nodes.index(here) if here in nodes else 0,
+            here if here in nodes else "",
+            groups=tuple(map(len, components)) if len(components) > 1 else (),
+            array_task=int(index) if index and array == number else None,
+        )
 
     @staticmethod
     def from_env(env: Mapping[str, str] = os.environ) -> SlurmAllocation:
@@ -185,7 +215,16 @@ class SlurmAllocation:
             env.get("SLURM_LAUNCH_NODE_IPADDR", ""),
             int(env.get("SLURM_RESTART_COUNT", "0")),
             tuple(map(len, listed)) if len(listed) > 1 else (),
+            _array_task(env, job_id),
         )
+
+
+def _array_task(env: Mapping[str, str], job_id: int) -> int | None:
+    """Return the index of the element of an array whose job id is the number of the array.
+
+    Other array variables say nothing: a job that an element of an array submits inherits those of that element.
+    """
+    return int(env["SLURM_ARRAY_TASK_ID"]) if env.get("SLURM_ARRAY_JOB_ID") == str(job_id) else None
 
 
 def _suffixes(env: Mapping[str, str]) -> list[str]:

@@ -167,7 +167,7 @@ class _Batch:
         cancel_waiting(self._folder)
         if self._again:
             requeue(
-                self._allocation.job_id, self._signals
+                self._allocation.command_id, self._signals
             )  # the SIGTERM of Slurm then ends the tasks of the hosts, too
         self._steps.end(STEP_GRACE, self._signals.wait)
         inside = f"{BATCH_VARIABLE}=1".encode()
@@ -226,7 +226,7 @@ class _Batch:
         if self._plan.container is None or not self._plan.container.in_srun:
             controller.terminate()
         else:  # srun does not pass a SIGTERM on, but kills its step
-            signal_program_step(self._allocation.job_id)
+            signal_program_step(self._allocation.command_id)
 
     def _watch_steps(self) -> int:
         while self._steps.active and not self._signals.stop:

@@ -46,7 +46,7 @@ def connect(
 
     if is_inside(folder):
         allocation = SlurmAllocation.from_env()
-        job_id = allocation.job_id
+        job_id = allocation.command_id
         names, here = list(allocation.nodes), allocation.node_name
     elif job_id is None:
         raise JobError("this job has not been submitted; call apply() or state() first")

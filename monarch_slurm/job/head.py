@@ -87,6 +87,6 @@ def end_without_head(folder: JobFolder, allocation: SlurmAllocation, requeue: bo
     with open(folder.batch_log, "a") as log:
         log.write(line)
     command = ["scontrol", "requeue"] if requeue else ["scancel"]
-    done = run([*command, str(allocation.job_id)])
+    done = run([*command, allocation.command_id])
     if done.returncode != 0:
         logger.error("%s: %s", command[0], done.stderr.strip())

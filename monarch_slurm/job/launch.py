@@ -18,7 +18,9 @@ from monarch_slurm.job.batch import BatchPlan, run_batch
 from monarch_slurm.job.container import RUNTIMES, Container
 from monarch_slurm.job.errors import JobError, JobSpecError
 from monarch_slurm.job.folder import JobFolder, write_whole
+from monarch_slurm.job.head import ask_quickly
 from monarch_slurm.job.slurm import DEFAULT_LOG_DIR, SlurmJob
+from monarch_slurm.job.status import listed_id
 from monarch_slurm.job.submission import check_commands, default_python
 
 MODULE = "monarch_slurm.job.launch"
@@ -32,8 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         allocation = SlurmAllocation.from_env()
         plan = _plan(options)
         job = _job(options, len(allocation.nodes))
-        folder = _folder(Path(options.log_dir), allocation)
-        job.adopt(allocation.job_id, folder)
+        name = listed_id(allocation.command_id, ask_quickly)
+        folder = _folder(Path(options.log_dir), allocation, name)
+        job.adopt(name, folder)
         write_whole(folder.job_pickle, BatchJob(job).dumps())
     except JobError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -121,18 +124,23 @@ def _job(options: argparse.Namespace, nodes: int) -> SlurmJob:
     )
 
 
-def _folder(base: Path, allocation: SlurmAllocation) -> JobFolder:
+def _folder(base: Path, allocation: SlurmAllocation, name: str) -> JobFolder:
     """Return the job's folder: that of its first start, when Slurm has started it again, or twice by mistake.
 
     A folder with an exit code, on a first start, is of a job before the cluster counted from 1 again.
+
+    Args:
+        name: Slurm's number of the job; for an element of an array ``ARRAY_INDEX``.
     """
-    link = base.absolute() / str(allocation.job_id)
-    if link.is_symlink() and link.is_dir():
-        folder = JobFolder(link.resolve())
-        if allocation.restarts or folder.exit_code() is None:
-            return folder
+    names = dict.fromkeys((name, allocation.command_id))
+    for link in (base.absolute() / known for known in names):
+        if link.is_symlink() and link.is_dir():
+            folder = JobFolder(link.resolve())
+            if allocation.restarts or folder.exit_code() is None:
+                return folder
     folder = JobFolder.create(base, os.environ.get("SLURM_JOB_NAME", "job"))
-    folder.link_as(str(allocation.job_id))
+    for known in names:
+        folder.link_as(known)
     output = os.readlink("/proc/self/fd/1")
     if os.path.isfile(output):  # what sbatch calls --output: the program's output goes there, too
         folder.controller_log.symlink_to(output)

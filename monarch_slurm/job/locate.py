@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +21,14 @@ from monarch_slurm.job.status import Run, run_command
 from monarch_slurm.job.unreachable import slurm_failure
 
 _JOB_ID = re.compile(r"[0-9]+(_[0-9]+|\+[0-9]+)?")
-_FIELD = re.compile(r"\b(UserId|StdOut|WorkDir|ArrayTaskId|JobName)=(\S*)")
+_FIELD = re.compile(r"\b(JobId|ArrayJobId|ArrayTaskId|JobName|UserId|StdOut|WorkDir)=(.*?)(?= [\w:/]+=|$)")
 _USER = re.compile(r"(.*)\(([0-9]+)\)")
+_PLACEHOLDER = re.compile(r"%[0-9]*([Aajx])")
+_FIRST_NUMBER = re.compile(r"[0-9]+")
+_NAMED_TASKS = 3
+_LIST_FIELDS = (
+    "JobArrayID", "JobID", "State", "TimeUsed", "TimeLeft", "NodeList", "Reason", "WorkDir", "StdOut", "Name",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,47 +78,68 @@ def find_job(job: str, log_dir: str | None = None, run: Run = run_command) -> Fo
     """
     if not _JOB_ID.fullmatch(job):
         return _from_folder(Path(job))
-    here = [Path(base) / job for base in (log_dir, DEFAULT_LOG_DIR) if base is not None]
+    bases = [Path(base) for base in (log_dir, DEFAULT_LOG_DIR) if base is not None]
+    told, silence = None, None
     try:
         told = _ask_slurm(job, run)
-    except (NoSlurmError, SlurmUnreachableError):
-        if (folder := _first_folder(here)) is None:
-            raise
-        return FoundJob(job, folder)
-    if told is None:
-        if (folder := _first_folder(here)) is None:
-            raise JobNotFoundError(f"Slurm knows no job {job} (any more), and there is no {here[0]}")
-        return FoundJob(job, folder)
-    told_places = [Path(told["StdOut"]).parent] if "StdOut" in told else []
-    told_places += [Path(told["WorkDir"]) / DEFAULT_LOG_DIR / job] if "WorkDir" in told else []
-    if (folder := _first_folder([*told_places, *here])) is None:
-        raise JobFolderError(
-            f"job {job} ({told.get('JobName', '')}) was not started by monarch_slurm, or its folder is gone; its "
-            f"output: {told.get('StdOut', 'unknown')}"
-        )
+    except (NoSlurmError, SlurmUnreachableError) as error:
+        silence = error
+    if told is not None:
+        names = dict.fromkeys((_listed_id(told), job, told["JobId"]))
+        places = _places(names, [Path(told["WorkDir"]) / DEFAULT_LOG_DIR, *bases] if "WorkDir" in told else bases)
+        output = [Path(told["StdOut"]).parent] if "StdOut" in told else []
+        if (folder := _first_folder([*output, *places])) is None:
+            raise JobFolderError(
+                f"job {job} ({told.get('JobName', '')}) was not started by monarch_slurm, or its folder is gone; its "
+                f"output: {told.get('StdOut', 'unknown')}"
+            )
+        return FoundJob(next(iter(names)), folder)
+    if (folder := _first_folder(_places([job], bases))) is None:
+        if silence is not None:
+            raise silence
+        if tasks := _task_folders([base / job for base in bases]):
+            raise JobNotFoundError(_is_an_array(job, tasks))
+        raise JobNotFoundError(f"Slurm knows no job {job} (any more), and there is no {bases[0] / job}")
     return FoundJob(job, folder)
 
 
 def my_jobs(run: Run = run_command) -> tuple[list[ListedJob], int]:
     """Return this user's jobs of ours that have not ended, and the number of those that are not ours.
 
+    slurmctld is asked once, however many jobs there are.
+
     Raises:
         NoSlurmError, SlurmUnreachableError
     """
-    done = run(["squeue", "-h", "-r", "-u", str(os.getuid()), "-o", "%i|%T|%M|%L|%N|%r|%j"])
+    columns = ",".join(f"{name}:|" for name in _LIST_FIELDS[:-1]) + f",{_LIST_FIELDS[-1]}:"
+    done = run(["squeue", "-h", "-r", "-u", str(os.getuid()), "-O", columns])
     if done.returncode != 0:
         raise slurm_failure(done, "squeue failed", run)
     found, others = [], 0
     for line in done.stdout.splitlines():
-        job, state, elapsed, left, nodes, reason, name = line.split("|", 6)
-        try:
-            place = find_job(job, run=run)
-        except (JobFolderError, JobNotFoundError):
+        job, number, state, elapsed, left, nodes, reason, work_dir, output, name = line.split(
+            "|", len(_LIST_FIELDS) - 1
+        )
+        places = _places([job, number], [Path(work_dir) / DEFAULT_LOG_DIR, Path(DEFAULT_LOG_DIR)])
+        folder = _first_folder([Path(_filled_in(output, job, number, name)).parent, *places])
+        if folder is None:
             others += 1
         else:
             reason = "" if reason == "None" else reason
-            found.append(ListedJob(place, name, state, elapsed, left, nodes, reason))
+            found.append(ListedJob(FoundJob(job, folder), name, state, elapsed, left, nodes, reason))
     return found, others
+
+
+def _places(names: Iterable[str], bases: Sequence[Path]) -> list[Path]:
+    """Return where the folder of a job with these ids may be: by a link beside it, or inside of its array's folder."""
+    return [base / each for name in names for base in bases for each in dict.fromkeys((name, name.replace("_", "/")))]
+
+
+def _filled_in(output: str, job: str, number: str, name: str) -> str:
+    """Return the path of a job's output for what ``sbatch --output`` was given, which squeue shows as it is."""
+    array, _, task = job.partition("_")
+    values = {"A": array, "a": task, "j": number, "x": name}
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], output)
 
 
 def _from_folder(path: Path) -> FoundJob:
@@ -150,14 +178,39 @@ def _ask_slurm(job: str, run: Run) -> dict[str, str] | None:
         if "invalid job id" in done.stderr.lower():
             return None
         raise slurm_failure(done, "scontrol failed", run)
-    lines = done.stdout.strip().splitlines()
-    told = dict(_FIELD.findall(lines[0])) if lines else {}
+    jobs = [dict(_FIELD.findall(line)) for line in done.stdout.strip().splitlines()]
+    if not jobs:
+        return None
+    told = jobs[0]  # of a heterogeneous job, the component with its output
     user = _USER.fullmatch(told.get("UserId", ""))
     if user is not None and int(user[2]) != os.getuid():
         raise JobNotFoundError(f"job {job} belongs to {user[1]}, not to you")
-    if "ArrayTaskId" in told and "_" not in job:
-        raise JobNotFoundError(f"job {job} is an array; name one of its tasks, such as {job}_0")
-    return told or None
+    if "_" not in job and "ArrayTaskId" in told and (len(jobs) > 1 or not told["ArrayTaskId"].isdecimal()):
+        first = (_FIRST_NUMBER.match(each.get("ArrayTaskId", "")) for each in jobs)
+        raise JobNotFoundError(_is_an_array(job, sorted(int(match[0]) for match in first if match is not None)))
+    return told
+
+
+def _listed_id(told: Mapping[str, str]) -> str:
+    """Return the id by which Slurm lists a job: ``ARRAY_INDEX`` for an element of an array."""
+    task = told.get("ArrayTaskId", "")
+    return f"{told['ArrayJobId']}_{task}" if task.isdecimal() and "ArrayJobId" in told else told["JobId"]
+
+
+def _is_an_array(job: str, tasks: Sequence[int]) -> str:
+    names = ", ".join(f"{job}_{task}" for task in tasks[:_NAMED_TASKS])
+    return f"job {job} is an array; name one of its elements, such as {names}"
+
+
+def _task_folders(places: Iterable[Path]) -> list[int]:
+    """Return the indices of the elements of an array, from the folders of their jobs."""
+    found = {
+        int(path.name.rpartition("_")[2])
+        for place in places
+        for path in [*place.glob("[0-9]*"), *place.parent.glob(f"{place.name}_[0-9]*")]
+        if path.name.rpartition("_")[2].isdecimal() and _is_job_folder(path)
+    }
+    return sorted(found)
 
 
 def _first_folder(places: list[Path]) -> JobFolder | None:

@@ -199,7 +199,7 @@ class _Task:
         if os.getppid() == self._slurmstepd:
             return
         self._slurmstepd = os.getppid()
-        step = f"{self._allocation.job_id}.{os.environ.get('SLURM_STEP_ID')}"
+        step = f"{self._allocation.command_id}.{os.environ.get('SLURM_STEP_ID')}"
         logger.warning("slurmstepd has ended, and step %s with it", step)
         try:
             run_command(["scancel", step])
@@ -212,7 +212,7 @@ class _Task:
         next_look = time.monotonic() + first
         while not self._is_over():
             if time.monotonic() >= next_look:
-                state = head_state(self._allocation.job_id)
+                state = head_state(self._allocation.command_id)
                 if state is Head.LOST:
                     end_without_head(self._folder, self._allocation, self._requeue)
                     return 0

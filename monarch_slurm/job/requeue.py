@@ -8,7 +8,7 @@ import time
 
 from monarch_slurm.job.errors import NoSlurmError, SlurmUnreachableError
 from monarch_slurm.job.head import ask_quickly
-from monarch_slurm.job.status import Run
+from monarch_slurm.job.status import JobId, Run
 from monarch_slurm.job.supervisor import CHECK_SECONDS, Signals
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def kill_wait(run: Run = ask_quickly) -> float:
     return float(match.group(1)) if match else DEFAULT_KILL_WAIT
 
 
-def requeue(job_id: int, signals: Signals, run: Run = ask_quickly) -> bool:
+def requeue(job_id: JobId, signals: Signals, run: Run = ask_quickly) -> bool:
     """Have Slurm start the job around this process again, however long slurmctld takes to answer.
 
     Returns:

@@ -32,7 +32,7 @@ from monarch_slurm.job.diagnosis import gather_or_explain
 from monarch_slurm.job.errors import HostsTakenError, JobError
 from monarch_slurm.job.folder import JobFolder, write_whole
 from monarch_slurm.job.nodelist import compress
-from monarch_slurm.job.status import run_command
+from monarch_slurm.job.status import JobId, run_command
 from monarch_slurm.job.steps import Steps
 from monarch_slurm.job.supervisor import CHECK_SECONDS, Signals, set_up_log
 from monarch_slurm.job.unreachable import slurm_failure
@@ -116,7 +116,7 @@ def start_session(
     _wait_for_predecessor(allocation, record, take_over)
     folder = JobFolder.create(log_dir, f"session-{allocation.job_id}")
     write_whole(record, json.dumps(asdict(_Owner.me(folder.path))).encode())
-    _clear_steps(allocation.job_id)
+    _clear_steps(allocation.command_id)
     plan = replace(plan, program=None, step_name=f"{STEP_PREFIX}{os.getpid()}", session=True)
     supervisor = _start_supervisor(allocation, plan, folder, record)
     try:
@@ -179,7 +179,7 @@ def _wait_for_predecessor(allocation: SlurmAllocation, record: Path, take_over: 
     deadline = time.monotonic() + ENDING_SECONDS
     while not take_over and (owner := _Owner.read(record)) is not None and not owner.is_gone():
         here = owner.host == socket.gethostname()
-        if here or (time.monotonic() > deadline and _session_steps(allocation.job_id)):
+        if here or (time.monotonic() > deadline and _session_steps(allocation.command_id)):
             raise HostsTakenError(
                 f"the nodes of job {allocation.job_id} serve another program ({owner}); end it, or take them over with "
                 "hosts(take_over=True)"
@@ -189,7 +189,7 @@ def _wait_for_predecessor(allocation: SlurmAllocation, record: Path, take_over: 
         time.sleep(_POLL_SECONDS)
 
 
-def _session_steps(job_id: int, prefix: str = STEP_PREFIX) -> list[str]:
+def _session_steps(job_id: JobId, prefix: str = STEP_PREFIX) -> list[str]:
     """Return the ids of the steps of all sessions in a job, or of one."""
     done = run_command(["squeue", "-s", "-h", "-j", str(job_id), "-o", "%i|%j"])
     if done.returncode != 0:
@@ -198,7 +198,7 @@ def _session_steps(job_id: int, prefix: str = STEP_PREFIX) -> list[str]:
     return [step for step, name in steps if name.startswith(prefix)]
 
 
-def _clear_steps(job_id: int) -> None:
+def _clear_steps(job_id: JobId) -> None:
     """Wait until no earlier session has a step left; cancel those that do not end."""
     deadline = time.monotonic() + ENDING_SECONDS
     while steps := _session_steps(job_id):
@@ -219,7 +219,7 @@ class _Supervisor:
         with open(folder.path / _PLAN_FILE, "rb") as file:
             allocation, plan = pickle.load(file)
         assert isinstance(allocation, SlurmAllocation)
-        self._job_id = allocation.job_id
+        self._job_id = allocation.command_id
         self._plan: BatchPlan = plan
         self._steps = Steps(
             allocation,

@@ -7,12 +7,13 @@ to release.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from monarch_slurm.job.errors import (
@@ -62,7 +63,7 @@ STUCK = {
     "InvalidAccount": "the account is not valid",
     "InvalidQOS": "the QOS is not valid",
     "QOSNotAllowed": "the QOS may not be used here",
-    "JobHeldUser": "the job is held; scontrol release frees it",
+    "JobHeldUser": "the job is held; scontrol release {job} frees it",
     "JobHeldAdmin": "an administrator holds the job",
     "DependencyNeverSatisfied": "a job that this one depends on has failed",
 }
@@ -87,6 +88,25 @@ def run_command(command: Sequence[str], timeout: float = COMMAND_TIMEOUT) -> sub
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
     except subprocess.TimeoutExpired:
         raise SlurmUnreachableError(f"{command[0]} did not answer within {timeout:g} s") from None
+
+
+def answers_within(seconds: float) -> Run:
+    """Return a `run_command` whose commands share one deadline, in ``seconds`` from now.
+
+    After it, each command raises `SlurmUnreachableError` without being run.
+    """
+    deadline = time.monotonic() + seconds
+
+    def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        left = deadline - time.monotonic()
+        if left > 0:
+            with contextlib.suppress(SlurmUnreachableError):
+                return run_command(command, left)
+        raise SlurmUnreachableError(
+            f"Slurm's controller did not answer within {seconds:g} s; try again later, or ask those who run the cluster"
+        )
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -119,7 +139,8 @@ class JobStatus:
         if self.phase is Phase.WAITING:
             text += f" ({self.reason})" if self.reason else ""
             text += f", expected to start {self.start.replace('T', ' ')}" if self.start else ""
-            text += f": {STUCK[self.reason]}; it will not start like this" if self.reason in STUCK else ""
+            if self.reason in STUCK:
+                text += f": {STUCK[self.reason].format(job=self.job_id)}; it will not start like this"
         elif self.phase is Phase.ENDED:
             text += f" ({self.reason})" if self.reason else ""
             text += f", exit code {self.exit_code}" if self.exit_code is not None else ""
@@ -140,6 +161,18 @@ def query(job_id: JobId, run: Run = run_command) -> JobStatus:
     return _from_scontrol(job_id, run) or status or _from_sacct(job_id, run)
 
 
+def listed_id(job_id: JobId, run: Run = run_command) -> str:
+    """Return the id by which Slurm lists a job with this number: ``ARRAY_INDEX`` for an element of an array.
+
+    Without an answer that is ``job_id``, which names the same job.
+    """
+    try:
+        lines = run(["squeue", "-h", "-j", str(job_id), "-o", "%i"]).stdout.split()
+    except (NoSlurmError, SlurmUnreachableError):
+        lines = []
+    return lines[0] if len(lines) == 1 and "+" not in lines[0] else str(job_id)
+
+
 def _answer(command: Sequence[str], run: Run) -> str:
     """Return the output of ``command``; empty if the job is unknown to it."""
     done = run(command)
@@ -158,20 +191,29 @@ def _from_squeue(job_id: JobId, run: Run) -> JobStatus | None:
     answer = _answer(["squeue", "-h", "--states=all", "-j", str(job_id), "--sort=i", "-o", "%T|%S|%N|%r"], run)
     if not answer:
         return None
-    state, start, nodes, reason = answer.splitlines()[0].split("|", 3)
-    return JobStatus(job_id, state, _known(reason), _known(nodes), _known(start))
+    components = [line.split("|", 3) for line in answer.splitlines()]
+    state, start, _, reason = components[0]
+    return JobStatus(job_id, state, _known(reason), _joined(nodes for _, _, nodes, _ in components), _known(start))
+
+
+def _joined(node_lists: Iterable[str]) -> str:
+    """Return the nodes of all components of a heterogeneous job, in the components' order, or those of the only one."""
+    return ",".join(filter(None, map(_known, node_lists)))
 
 
 def _from_scontrol(job_id: JobId, run: Run) -> JobStatus | None:
     answer = _answer(["scontrol", "show", "job", "-o", str(job_id)], run)
-    fields = dict(re.findall(r"\b(JobState|Reason|NodeList|StartTime|ExitCode)=(\S*)", answer))
-    if "JobState" not in fields:
+    components = [
+        dict(re.findall(r"\b(JobState|Reason|NodeList|StartTime|ExitCode)=(\S*)", line)) for line in answer.splitlines()
+    ]
+    if not components or "JobState" not in components[0]:
         return None
+    fields = components[0]
     status = JobStatus(
         job_id,
         fields["JobState"],
         _known(fields.get("Reason", "")),
-        _known(fields.get("NodeList", "")),
+        _joined(component.get("NodeList", "") for component in components),
         _known(fields.get("StartTime", "")),
         source="scontrol",
     )
@@ -186,9 +228,11 @@ def _from_sacct(job_id: JobId, run: Run) -> JobStatus:
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:  # accounting is off, or it has not heard of the job either
         raise unknown
-    state, code, nodes, start = lines[-1].split("|")
+    components = [line.split("|") for line in lines]
+    state, code, _, start = components[0]
     state = state.split(" ")[0]  # "CANCELLED by 0"
-    status = JobStatus(job_id, state, "", _known(nodes), _known(start), source="sacct")
+    nodes = _joined(listed for _, _, listed, _ in components)
+    status = JobStatus(job_id, state, "", nodes, _known(start), source="sacct")
     return replace(status, exit_code=_exit_code(code)) if status.phase is Phase.ENDED else status
 
 

@@ -27,7 +27,7 @@ from monarch_slurm.job.container import Container
 from monarch_slurm.job.errors import NodeListError, NoSlurmError, SlurmUnreachableError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.job.head import ask_quickly, job_nodes
-from monarch_slurm.job.status import Run, run_command
+from monarch_slurm.job.status import JobId, Run, run_command
 from monarch_slurm.job.supervisor import CHECK_SECONDS, describe_code, start_child
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def program_step(
     return [*_srun(node, group), *options, *command]
 
 
-def signal_program_step(job_id: int, run: Run = run_command) -> None:
+def signal_program_step(job_id: JobId, run: Run = run_command) -> None:
     """Send SIGTERM to the step of the program."""
     try:
         for line in run(["squeue", "-s", "-h", "-j", str(job_id), "-o", "%i|%j"]).stdout.splitlines():
@@ -184,7 +184,7 @@ def step_environment(env: Mapping[str, str], folder: JobFolder) -> dict[str, str
     }
 
 
-def _shares_of_gpus(job_id: int, run: Run = ask_quickly) -> dict[str, int]:
+def _shares_of_gpus(job_id: JobId, run: Run = ask_quickly) -> dict[str, int]:
     """Return how many of the GPUs that a job has asked for as a whole (``--gpus``) are on each node.
 
     srun takes such a wish for one of each step, and that cannot be granted.
@@ -221,13 +221,13 @@ class Steps:
         allocation: SlurmAllocation,
         command: Callable[[str, int], list[str]],
         folder: JobFolder,
-        members: Callable[[int], Collection[str] | None] = job_nodes,
+        members: Callable[[JobId], Collection[str] | None] = job_nodes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._job_id = allocation.job_id
+        self._job_id = allocation.command_id
         self._command = command
         self._env = step_environment(os.environ, folder)
-        self._gpus = _shares_of_gpus(allocation.job_id) if "SLURM_GPUS" in os.environ else {}
+        self._gpus = _shares_of_gpus(allocation.command_id) if "SLURM_GPUS" in os.environ else {}
         self._members = members
         self._clock = clock
         self._steps = [_Step(name, index) for index, name in enumerate(allocation.nodes)]

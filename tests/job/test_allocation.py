@@ -46,6 +46,18 @@ def test_a_batch_script_runs_on_the_head() -> None:
     assert (allocation.launch_address, allocation.restarts) == ("", 2)
 
 
+@pytest.mark.parametrize(
+    ("array", "command_id"),
+    [
+        ({}, "12"),
+        ({"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}, "12_3"),
+        ({"SLURM_ARRAY_JOB_ID": "11", "SLURM_ARRAY_TASK_ID": "3"}, "12"),  # or inherited from the job that submitted it
+    ],
+)
+def test_an_element_of_an_array_is_not_named_by_the_number_of_the_array(array: dict[str, str], command_id: str) -> None:
+    assert SlurmAllocation.from_env({**STEP, **array}).command_id == command_id
+
+
 def test_where_salloc_was_called_is_no_node_of_the_job() -> None:
     allocation = SlurmAllocation.from_env({name: value for name, value in STEP.items() if name != "SLURMD_NODENAME"})
     assert allocation.node_name == ""

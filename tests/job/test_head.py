@@ -61,6 +61,9 @@ def test_the_end_is_said_in_the_batch_log(requeue: bool, command: str, tmp_path:
     folder = JobFolder.create(tmp_path, "job")
     end_without_head(folder, SlurmAllocation(7, ("n1", "n2"), 1, "n2"), requeue, run)
     assert asked == [command]
+    element = SlurmAllocation(7, ("n1", "n2"), 1, "n2", array_task=3)  # 7 alone would be all elements
+    end_without_head(folder, element, requeue, run)
+    assert asked[1:] == [f"{command}_3"]
     assert folder.batch_log.read_text().startswith("monarch_slurm: n2: the head node is lost: ")
 
 

@@ -46,11 +46,18 @@ def test_what_cannot_be_started_is_told(
 def test_each_start_of_a_job_finds_its_folder_and_another_job_does_not(tmp_path: Path) -> None:
     first = SlurmAllocation(12, ("n1",), 0, "n1")
     again = SlurmAllocation(12, ("n1",), 0, "n1", restarts=1)
-    folder = _folder(tmp_path, first)
-    assert _folder(tmp_path, first) == folder, "slurmctld may start a job twice, after a crash of its own"
+    folder = _folder(tmp_path, first, "12")
+    assert _folder(tmp_path, first, "12") == folder, "slurmctld may start a job twice, after a crash of its own"
     folder.write_exit_code(0)
-    assert _folder(tmp_path, again) == folder
-    other = _folder(tmp_path, first)
+    assert _folder(tmp_path, again, "12") == folder
+    other = _folder(tmp_path, first, "12")
     assert other != folder
     assert JobFolder((tmp_path / "12").resolve()) == other
-    assert _folder(tmp_path, again) == other
+    assert _folder(tmp_path, again, "12") == other
+
+
+def test_the_folder_of_an_element_of_an_array_has_both_of_its_ids(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, SlurmAllocation(13, ("n1",), 0, "n1"), "12_0")
+    assert {link.name for link in tmp_path.iterdir() if link.is_symlink()} == {"12_0", "13"}
+    unlisted = SlurmAllocation(13, ("n1",), 0, "n1", restarts=1)  # slurmctld did not answer at the second start
+    assert _folder(tmp_path, unlisted, "13") == folder

@@ -70,7 +70,13 @@ def test_a_folder_tells_its_job(tmp_path: Path) -> None:
     [
         ("12", says(UserId="alice(4242)"), JobNotFoundError, "job 12 belongs to alice, not to you"),
         ("12", says(JobName="other", StdOut="/home/me/slurm-12.out"), JobFolderError, r"\(other\) was not started by"),
-        ("12", says(ArrayTaskId="0-3"), JobNotFoundError, "is an array; name one of its tasks, such as 12_0"),
+        ("12", says(ArrayTaskId="0-3"), JobNotFoundError, "is an array; name one of its elements, such as 12_0"),
+        (
+            "12",
+            f"{says(ArrayTaskId='7-4000:3%2')}; {says(JobId='14', ArrayJobId='12', ArrayTaskId='5')}",
+            JobNotFoundError,
+            "is an array; name one of its elements, such as 12_5, 12_7$",
+        ),
         ("12", UNKNOWN, JobNotFoundError, "Slurm knows no job 12"),
         ("twelve", "exit 0", JobSpecError, "'twelve' is neither a number"),
         ("-3", "exit 0", JobSpecError, "'-3' is neither a number"),
@@ -87,8 +93,34 @@ def test_what_is_no_job_of_mine_is_told(
 
 def test_my_jobs_are_those_with_a_folder(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
     folder = make(tmp_path / "runs")
-    lines = "12|RUNNING|1:00|9:00|n[1-2]|None|a|b\n13|PENDING|0:00|1:00||Priority|other"
-    fake_slurm(squeue=f"printf '{lines}\\n'", scontrol=f'[ "$4" = 12 ] || exec echo "JobId=13 UserId={ME}"; {says()}')
-    (job,), others = my_jobs()
+    array = JobFolder.create(tmp_path / "sweeps of me", "sweep")
+    task = array.make_task(3)
+    task.job_pickle.write_bytes(b"")
+    lines = f"""\
+12|12|RUNNING|1:00|9:00|n[1-2]|None|{tmp_path}|/tmp/%j.log|a|b
+13|13|PENDING|0:00|1:00||Priority|/|/tmp/slurm-%j.out|other
+20_3|21|PENDING|0:00|1:00||Resources|/|{array.path}/%a/batch.log|sweep
+"""
+    fake_slurm(squeue=f"echo >>asked; cat <<'END'\n{lines}END")
+    (job, element), others = my_jobs()
     assert others == 1
     assert (job.job.folder, job.name, job.nodes, job.reason) == (folder, "a|b", "n[1-2]", "")
+    assert (element.job.job_id, element.job.folder, element.reason) == ("20_3", task, "Resources")
+    assert Path("asked").read_text() == "\n"  # slurmctld serves everybody: it is asked once
+
+
+def test_an_element_of_an_array_is_found_by_each_of_its_ids(fake_slurm: FakeSlurm, tmp_path: Path) -> None:
+    folder = make(tmp_path / "runs", "10_0")  # as of a template
+    fake_slurm(scontrol=says(JobId="11", ArrayJobId="10", ArrayTaskId="0", StdOut="/my output/a b-11.log"))
+    for named in ("10_0", "11"):
+        assert (find_job(named).job_id, find_job(named).folder) == ("10_0", folder)
+    array = JobFolder.create(tmp_path / "runs", "sweep")
+    array.link_as("20")
+    task = array.make_task(3)
+    task.job_pickle.write_bytes(b"")
+    fake_slurm(scontrol=UNKNOWN)
+    assert find_job("20_3").folder == task
+    assert find_job("10_0").folder == folder
+    for named, element in (("20", "20_3"), ("10", "10_0")):
+        with pytest.raises(JobNotFoundError, match=f"is an array; name one of its elements, such as {element}$"):
+            find_job(named)

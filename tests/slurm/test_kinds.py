@@ -10,6 +10,7 @@ from slurm_nodes import Cluster, wait_until
 from slurm_programs import WHO
 
 from monarch_slurm.job import NodeSpec, Phase, SlurmJob, follow
+from monarch_slurm.job.status import _from_sacct, _from_scontrol, run_command
 
 Program = Callable[[str], list[str]]
 
@@ -38,7 +39,9 @@ def test_the_meshes_of_a_heterogeneous_job_have_nodes_of_their_own_kind(cluster:
     gpus = "0,1,2,3,4,5,6,7"
     assert out.getvalue() == f"('n2', '0', '{gpus}') ('n3', '1', '{gpus}')\n('n1', '2', None)\n"
     wait_until(lambda: job.status().phase is Phase.ENDED, "end of the job")
-    assert job.status().state == "COMPLETED"
+    assert (job.status().state, job.status().nodes) == ("COMPLETED", "n[2-3],n1")
+    assert (_from_scontrol(job.job_id, run_command) or job.status()).nodes == "n[2-3],n1"
+    wait_until(lambda: _from_sacct(job.job_id, run_command).nodes == "n[2-3],n1", "the accounting of both components")
 
 
 def test_the_jobs_of_an_array_have_a_program_each_and_end_alone(cluster: Cluster, program: Program) -> None:
