@@ -178,6 +178,10 @@ class DilocoEngine(ABC):
         """
         self._asked_to_save = True
 
+    def discard_save(self, step: int) -> None:
+        """Remove what this rank has saved of ``step``; for any thread."""
+        self._writer.discard(Path(self._place.folder), step)
+
     def _build(self) -> None:
         if self._config.threads > 0:
             torch.set_num_threads(self._config.threads)

@@ -42,6 +42,9 @@ class Engine(Protocol):
     def save_soon(self) -> None:
         """Save the state into the run's folder at the next opportunity; for any thread."""
 
+    def discard_save(self, step: int) -> None:
+        """Remove what this rank has saved of ``step``; for any thread."""
+
 
 def preload(config: TrainConfig | None = None) -> None:
     """Load what the first step of a trainer would load, for a process that trainers are forked from.

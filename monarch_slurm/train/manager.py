@@ -24,7 +24,7 @@ from monarch_slurm.errors import ConfigError, MonarchSlurmError
 from monarch_slurm.train.config import TrainConfig
 from monarch_slurm.train.events import Event, event
 from monarch_slurm.train.injection import Injection
-from monarch_slurm.train.saved import SavedState, SavedStateError, mark_saved
+from monarch_slurm.train.saved import SavedState, SavedStateError, mark_saved, remove_unused
 from monarch_slurm.train.saving import Saving
 from monarch_slurm.train.supervisor import TRAINER_ENV, ReplicaActor, RestartPolicy
 from monarch_slurm.train.trainer import LighthouseActor
@@ -113,6 +113,7 @@ class Run:
         """
         hook, public.unhandled_fault_hook = public.unhandled_fault_hook, self._take_fault
         meshes: list[Any] = []
+        self._remove_unused()
         ok, reason = False, "interrupted"
         try:
             receiver = self._start(meshes)
@@ -134,6 +135,7 @@ class Run:
                 mesh.stop()
             for mesh in meshes:
                 mesh.stop().exception(timeout=30.0)
+            self._remove_unused()
             self._take(event("run_finished", ok=ok, reason=reason))
             self._journal.close()
         return self.events
@@ -214,24 +216,45 @@ class Run:
             self._save_over.set()
 
     def _take_saved(self, item: Event) -> None:
+        if "error" in item:
+            self._discard_save(item["replica"], item["step"])
+            return
         whole = self._saving.take(item)
-        if whole is None or (self._saved is not None and whole.step <= self._saved.step):
+        if whole is None:
+            return
+        if self._saved is not None and whole.step <= self._saved.step:
+            if (whole.step, whole.replica) != (self._saved.step, self._saved.replica):
+                self._discard_save(whole.replica, whole.step)  # another replica was first
             return
         missing = whole.missing()
         if missing is not None:
             logger.warning(
-                "the state of sync %d cannot be gone on from: %s is not seen here as replica %d has written it; "
+                "the run cannot continue from the state of sync %d: %s is not seen here as replica %d has written it; "
                 "the run's folder must be on a file system that all hosts share",
                 whole.step, missing, whole.replica,
             )  # fmt: skip
+            self._discard_save(whole.replica, whole.step)
             return
         try:
             mark_saved(whole, self._config.keep_saves)
-        except SavedStateError as error:  # the run goes on, and so do the states that were saved before
+        except SavedStateError as error:  # the run continues, and the states that were saved before stay
             logger.warning("%s", error)
+            self._discard_save(whole.replica, whole.step)
             return
         self._saved = whole
         self._take(event("state_saved", step=whole.step))
+
+    def _discard_save(self, replica: int, step: int) -> None:
+        """Remove what the ranks of ``replica`` have saved of ``step``, which nobody can continue from."""
+        if self._supervisors is not None:
+            self._supervisors.slice(replicas=replica).discard_save.broadcast(step)
+
+    def _remove_unused(self, replica: int | None = None) -> None:
+        """Remove saved files that are of no use; those of processes that have ended in the middle of a save."""
+        try:
+            remove_unused(self._folder, replica)
+        except SavedStateError as error:
+            logger.warning("%s", error)
 
     def _take(self, item: Event) -> None:
         self.events.append(item)
@@ -261,6 +284,8 @@ class Run:
         elif kind in ("detected", "respawn"):
             state.training = False
             self._saving.lost(item["replica"])
+            if kind == "detected":
+                self._remove_unused(item["replica"])
         elif kind == "finished":
             state.finished.add(item["rank"])
             self._first_finished = self._first_finished or time.monotonic()

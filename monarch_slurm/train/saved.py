@@ -37,6 +37,7 @@ class SavedState:
         replica: that has saved it.
         sha256: hash of the state of each of its ranks, by rank.
         sizes: of their files, bytes.
+        inputs: name and digest of what the run reads besides its options, see `monarch_slurm.train.inputs`.
     """
 
     folder: str
@@ -44,6 +45,7 @@ class SavedState:
     replica: int
     sha256: tuple[str, ...]
     sizes: tuple[int, ...]
+    inputs: tuple[tuple[str, str], ...] = ()
 
     def path(self, rank: int) -> Path:
         """Return the file of ``rank``."""
@@ -69,6 +71,8 @@ def state_path(folder: Path, step: int, replica: int, rank: int) -> Path:
 def write_snapshot(path: Path, copy: Any) -> tuple[str, int]:
     """Write what `monarch_slurm.train.state.snapshot` returned so that ``path`` is whole, and on the disk, or absent.
 
+    A write that fails leaves neither a part of the file nor an empty folder.
+
     Returns:
         The sha256 of the state and the size of the file in bytes.
 
@@ -92,6 +96,7 @@ def write_snapshot(path: Path, copy: Any) -> tuple[str, int]:
     except OSError as error:
         with contextlib.suppress(OSError):
             aside.unlink()
+        _remove_empty(path.parent)
         raise SavedStateError(f"cannot save the state in {path}: {error.strerror}") from error
     return state.digest(copy), size
 
@@ -139,7 +144,13 @@ def mark_saved(saved: SavedState, keep: int = 1) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     older = [state for state in _named(folder) if state.step < saved.step][: keep - 1]
     fields = [
-        {"step": state.step, "replica": state.replica, "sha256": state.sha256, "bytes": state.sizes}
+        {
+            "step": state.step,
+            "replica": state.replica,
+            "sha256": state.sha256,
+            "bytes": state.sizes,
+            "inputs": dict(state.inputs),
+        }
         for state in (saved, *older)
     ]
     try:
@@ -150,12 +161,53 @@ def mark_saved(saved: SavedState, keep: int = 1) -> None:
         aside.replace(path)
         _sync_folder(folder)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink()
         raise SavedStateError(f"cannot save the state in {path}: {error.strerror}") from error
     kept = {state.step for state in older}
     for old in (folder / _FOLDER).iterdir():
         match = _STEP.fullmatch(old.name)
         if match is not None and int(match.group(1)) < saved.step and int(match.group(1)) not in kept:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_unused(folder: Path, replica: int | None = None, step: int | None = None) -> None:
+    """Remove saved files from which no run can go on: those of the run in ``folder`` that ``state.json`` does not name.
+
+    Nobody may be writing them: a save that is under way is not named yet.
+
+    Args:
+        replica: whose files; None means those of all.
+        step: of which save; None means all of them.
+
+    Raises:
+        SavedStateError: ``state.json`` makes no sense; nothing is removed.
+    """
+    used = {(state.step, state.replica) for state in _named(folder)}
+    for parent in (folder / _FOLDER).glob("step-*"):
+        match = _STEP.fullmatch(parent.name)
+        if match is None or step not in (None, int(match.group(1))):
+            continue
+        for path in parent.glob("replica-*" if replica is None else f"replica-{replica}"):
+            number = path.name.removeprefix("replica-")
+            if number.isdecimal() and (int(match.group(1)), int(number)) not in used:
+                shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            parent.rmdir()
+
+
+def remove_file(path: Path) -> None:
+    """Remove the file of one rank, and the folders that it leaves empty."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+    _remove_empty(path.parent)
+
+
+def _remove_empty(of_replica: Path) -> None:
+    """Remove the folder of one replica's save, and that of its step, if nothing is in them."""
+    with contextlib.suppress(OSError):
+        of_replica.rmdir()
+        of_replica.parent.rmdir()
 
 
 def find_saved(folder: Path) -> SavedState | None:
@@ -191,12 +243,13 @@ def _named(folder: Path) -> list[SavedState]:
                 int(told["replica"]),
                 tuple(map(str, told["sha256"])),
                 tuple(map(int, told["bytes"])),
+                tuple((str(name), str(digest)) for name, digest in told.get("inputs", {}).items()),
             )
             for told in json.loads(path.read_text())["states"]
         ]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SavedStateError(f"cannot read {path} ({error}); remove it to begin the run anew") from error
 
 

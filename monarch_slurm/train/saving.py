@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from monarch_slurm.train.events import Event
@@ -17,13 +18,16 @@ class Saving:
     Args:
         folder: of the run.
         ranks: ranks of a replica.
+        inputs: name and digest of what the run reads, see `SavedState`.
     """
 
-    def __init__(self, folder: str, ranks: int) -> None:
+    def __init__(self, folder: str, ranks: int, inputs: tuple[tuple[str, str], ...] = ()) -> None:
         self._folder = folder
         self._ranks = ranks
+        self._inputs = inputs
         self._asked: dict[int, float] = {}
         self._files: dict[tuple[int, int], dict[int, tuple[str, int]]] = {}
+        self._failed: set[tuple[int, int]] = set()
 
     def next_replica(self, training: Sequence[int], now: float) -> int | None:
         """Return the replica that is to be asked now, None for none: one at a time, as long as it trains and is quick.
@@ -47,6 +51,7 @@ class Saving:
         """The processes of ``replica`` have ended; new ones know nothing of the wish."""
         self._asked.pop(replica, None)
         self._files = {key: files for key, files in self._files.items() if key[0] != replica}
+        self._failed = {key for key in self._failed if key[0] != replica}
 
     def take(self, event: Event) -> SavedState | None:
         """Take in a ``saved`` event; return the state that is whole now, if one is.
@@ -55,12 +60,17 @@ class Saving:
         again after every sync until the run ends, so that there is a step that all have saved.
         """
         if "error" in event:
+            if event["replica"] in self._asked:
+                self._asked[event["replica"]] = -math.inf  # another replica may fare better: ask it now
+            self._failed.add((event["replica"], event["step"]))
             return None
         replica, step = event["replica"], event["step"]
+        if (replica, step) in self._failed:
+            return None  # the other ranks remove their files
         found = self._files.setdefault((replica, step), {})
         found[event["rank"]] = (event["sha256"], event["bytes"])
         if len(found) < self._ranks:
             return None
         self._files = {key: files for key, files in self._files.items() if key[1] > step}
         hashes, sizes = zip(*(found[rank] for rank in range(self._ranks)), strict=True)
-        return SavedState(self._folder, step, replica, hashes, sizes)
+        return SavedState(self._folder, step, replica, hashes, sizes, self._inputs)

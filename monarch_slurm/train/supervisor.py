@@ -167,6 +167,13 @@ class ReplicaActor(Actor):
         if generation is not None and not generation.over:
             generation.pulses.save.broadcast()
 
+    @endpoint
+    async def discard_save(self, step: int) -> None:
+        """Have the trainers remove what they have saved of ``step``, on every host: no run can continue from it."""
+        generation = self._generation
+        if generation is not None and not generation.over:
+            generation.pulses.discard_save.broadcast(step)
+
     async def __supervise__(self, failure: MeshFailure) -> bool:
         """Restart the replica for a failure of its present trainers; failures of older ones are handled already."""
         generation = self._generation

@@ -118,6 +118,12 @@ class PulseActor(Actor):
         if _engine is not None:
             _engine.save_soon()
 
+    @endpoint
+    def discard_save(self, step: int) -> None:
+        """Remove what the trainer has saved of ``step``: another rank of its replica failed to."""
+        if _engine is not None:
+            _engine.discard_save(step)
+
 
 class LighthouseActor(Actor):
     """Holds TorchFT's Lighthouse, in a process of its own."""

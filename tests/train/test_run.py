@@ -212,6 +212,47 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path: Path) -> None:
     assert not left_behind(tmp_path)
 
 
+def test_a_save_that_fails_on_one_rank_leaves_nothing_and_older_states_stay(tmp_path: Path) -> None:
+    options = [
+        "--replicas",
+        "2",
+        "--procs-per-replica",
+        "2",
+        "--sync-every",
+        "2",
+        "--seq-len",
+        "32",
+        "--save-every",
+        "1",
+    ]
+    process = start(tmp_path, *options, "--tokens", "100000000", "--step-deadline", "60", "--sync-deadline", "120")
+    wait_for_syncs(tmp_path, process)
+    (folder,) = tmp_path.iterdir()
+    wait_until(lambda: len(saved_steps(folder)) == 2, "two saved states")
+    first = saved_steps(folder)[0] + 20
+    for step in range(first, first + 400):  # rank 1 of either replica cannot write its file, as on a full disk
+        for replica in (0, 1):
+            (folder / "state" / f"step-{step}" / f"replica-{replica}" / "rank-1.state" / "x").mkdir(parents=True)
+
+    def failed() -> set[int]:
+        lines = (folder / "journal.jsonl").read_text().split("\n")[:-1]
+        return {e["step"] for e in map(json.loads, lines) if e["kind"] == "saved" and "error" in e}
+
+    wait_until(lambda: len(failed()) >= 3, "saves that fail")
+    newest = saved_steps(folder)
+    wait_until(
+        lambda: not list(folder.glob(f"state/step-{min(failed())}/replica-*/rank-0.state")),
+        "the file of the rank that could save to be removed",
+    )
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    assert saved_steps(folder) == newest
+    assert sorted(path.name for path in (folder / "state").iterdir()) == sorted(f"step-{step}" for step in newest)
+    assert f"saved at sync {newest[0]}" in output
+    assert "could not save: cannot save the state in" in output
+
+
 def test_an_interrupted_run_leaves_a_report_and_no_process(tmp_path: Path) -> None:
     process = start(tmp_path, "--replicas", "2", "--tokens", "100000000")
     wait_for_syncs(tmp_path, process)
