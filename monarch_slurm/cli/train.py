@@ -99,8 +99,13 @@ def _rate(context: click.Context, parameter: click.Parameter, value: float) -> f
 @click.option(
     "--resume",
     type=click.Path(exists=True, file_okay=False),
-    help="Folder of a run that was ended early: go on with it from its saved state. Options of training that are not "
+    help="Folder of a run that was ended early: continue it from its saved state. Options of training that are not "
     "given are as before; --tokens, --lr, --min-replicas and the deadlines may be others.",
+)
+@click.option(
+    "--allow-changed-data",
+    is_flag=True,
+    help="Continue a run (--resume, --requeue) although its training data or tokenizer has changed since it was saved.",
 )
 @click.option(
     "--save-every",
@@ -138,7 +143,11 @@ def train(context: click.Context, /, where: str | None, nodes: int | None, in_jo
     if options["resume"] is None:
         config = TrainConfig(**fields)
     else:
-        config = resumed_config(Path(options["resume"]), {name: fields[name] for name in given & fields.keys()})
+        config = resumed_config(
+            Path(options["resume"]),
+            {name: fields[name] for name in given & fields.keys()},
+            options["allow_changed_data"],
+        )
     _check_engine(config, given)
     if config.min_replicas > config.replicas:
         raise ConfigError(f"--min-replicas {config.min_replicas} is more than --replicas {config.replicas}")
@@ -157,6 +166,7 @@ def train(context: click.Context, /, where: str | None, nodes: int | None, in_jo
         restart_window=options["restart_window"],
         reference=options["reference"],
         resume=options["resume"],
+        allow_changed_data=options["allow_changed_data"],
     )
     if where == "local" and nodes is not None:
         raise click.UsageError("--local and --nodes exclude each other")

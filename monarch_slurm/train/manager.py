@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ class Run:
         watch: called with every event, on the caller's thread.
         saved: the state that the run goes on from; None begins anew.
         history: events of earlier starts of this run.
+        inputs: digests of what the run reads (`monarch_slurm.train.inputs`), which are stored with each saved state.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Run:
         watch: Callable[[Event], None] = lambda event: None,
         saved: SavedState | None = None,
         history: Sequence[Event] = (),
+        inputs: Mapping[str, str] | None = None,
     ) -> None:
         self._config = config
         self._hosts = hosts
@@ -92,7 +94,7 @@ class Run:
         self._saved = saved
         self._first_generation = max((e["generation"] + 1 for e in history if "generation" in e), default=0)
         self._replicas = [_ReplicaState(generation=self._first_generation) for _ in range(config.replicas)]
-        self._saving = Saving(str(self._folder), config.procs_per_replica)
+        self._saving = Saving(str(self._folder), config.procs_per_replica, tuple((inputs or {}).items()))
         self._committed = 0 if saved is None else saved.step
         self._wanted_step: int | None = None
         self._save_wanted, self._save_over = threading.Event(), threading.Event()

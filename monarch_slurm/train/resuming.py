@@ -12,6 +12,7 @@ from monarch_slurm.errors import ConfigError
 from monarch_slurm.train import units
 from monarch_slurm.train.config import TrainConfig
 from monarch_slurm.train.events import Event
+from monarch_slurm.train.inputs import changed_inputs, inputs_of
 from monarch_slurm.train.manager import JOURNAL
 from monarch_slurm.train.report import REPORT, load_report
 from monarch_slurm.train.run_lock import LOCK, alone_in
@@ -26,8 +27,11 @@ Changes = dict[str, tuple[Any, Any]]
 """Fields of a run's description that are others than at its last start: what they were, and what they are."""
 
 
-def resumed_config(folder: Path, given: Mapping[str, Any]) -> TrainConfig:
+def resumed_config(folder: Path, given: Mapping[str, Any], allow_changed_data: bool = False) -> TrainConfig:
     """Return the description of the run in ``folder`` with the fields in ``given`` in place of its own.
+
+    Args:
+        allow_changed_data: whether ``data`` may be another path.
 
     Raises:
         ConfigError: ``folder`` holds no run, the run has trained all its tokens, or it cannot go on with what is given.
@@ -38,8 +42,34 @@ def resumed_config(folder: Path, given: Mapping[str, Any]) -> TrainConfig:
     last = last_config(events)
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     config = TrainConfig(**{name: value for name, value in (last or {}).items() if name in known} | dict(given))
-    check_changes(folder, events, config)
+    check_changes(folder, events, config, allow_changed_data)
     return config
+
+
+def checked_inputs(folder: Path, config: TrainConfig, allow_changed: bool = False) -> dict[str, str]:
+    """Return the digests of what the run reads; they must be those of the state that the run in ``folder`` has saved.
+
+    Args:
+        allow_changed: only tell the user what has changed.
+
+    Raises:
+        ConfigError: something has changed, or cannot be read.
+        SavedStateError: no saved state of the run is whole.
+    """
+    inputs, saved = inputs_of(config), find_saved(folder)
+    changed = [] if saved is None else changed_inputs(dict(saved.inputs), inputs)
+    if saved is not None and changed:
+        what = f"{' and '.join(changed)} {'is' if len(changed) == 1 else 'are'} not what the run in {folder} has read"
+        where = f"--data {config.data}" if config.data is not None else "the options after --"
+        if config.engine == "llama" and config.data is None:
+            where = "the source of Python's standard library"
+        if not allow_changed:
+            raise ConfigError(
+                f"{what} until its saved state (sync {saved.step}): {where} has changed since. Restore it, or give "
+                "--allow-changed-data to continue with what is there now, or start a new run without --resume"
+            )
+        print(f"{what} until sync {saved.step}; continuing all the same (--allow-changed-data)", flush=True)
+    return inputs
 
 
 def check_unfinished(folder: Path) -> None:
@@ -75,8 +105,13 @@ def last_config(events: Sequence[Event]) -> dict[str, Any] | None:
     return next((dict(e["config"]) for e in reversed(events) if e["kind"] == "run_started"), None)
 
 
-def check_changes(folder: Path, events: Sequence[Event], config: TrainConfig) -> Changes:
+def check_changes(
+    folder: Path, events: Sequence[Event], config: TrainConfig, allow_changed_data: bool = False
+) -> Changes:
     """Return what is different in ``config`` from the last start of the run, of which ``events`` tell.
+
+    Args:
+        allow_changed_data: whether ``data`` may be another path.
 
     Raises:
         ConfigError: the run cannot go on with it.
@@ -88,15 +123,17 @@ def check_changes(folder: Path, events: Sequence[Event], config: TrainConfig) ->
     options = [without_steps(value) for value in changes.get("engine_options", ())]
     if options and options[0] == options[1]:
         del changes["engine_options"]  # how many steps there are is told as tokens
-    fixed = [named_change(name, *changes[name]) for name in FIXED if name in changes]
+    fixed = [name for name in FIXED if name in changes and not (name == "data" and allow_changed_data)]
     if fixed:
+        named = ", ".join(named_change(name, *changes[name]) for name in fixed)
+        advice = "give --allow-changed-data if that is what you want" if fixed == ["data"] else "leave the option out"
         raise ConfigError(
-            f"the run in {folder} cannot go on with {', '.join(fixed)}: what it has learnt depends on it; "
-            "leave the option out, or start a new run without --resume"
+            f"the run in {folder} cannot continue with {named}: its saved state depends on it; {advice}, or start a "
+            "new run without --resume"
         )
     if "tokens" in changes and config.tokens <= (trained := saved_tokens(folder, events)):
         raise ConfigError(
-            f"the run in {folder} cannot go on with --tokens {config.tokens}: its saved state has {trained} already"
+            f"the run in {folder} cannot continue with --tokens {config.tokens}: its saved state has {trained} already"
         )
     return changes
 

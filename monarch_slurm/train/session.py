@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from monarch_slurm.train.report import ReportError, build_report, load_report, w
 from monarch_slurm.train.resuming import (
     check_changes,
     check_unfinished,
+    checked_inputs,
     finished_report,
     history,
     last_config,
@@ -65,7 +66,8 @@ class Plan:
         max_host_restarts: restarts of a replica with new zygotes on its hosts, before the replica is given up.
         restart_window: seconds within which ``max_restarts`` counts.
         reference: ``"auto"``, ``"none"``, or the path of the report of a failure-free run.
-        resume: folder of a run to go on with; None begins a new one.
+        resume: folder of a run to continue; None begins a new one.
+        allow_changed_data: whether a run may continue although its data or tokenizer is not what it was.
     """
 
     config: TrainConfig
@@ -77,6 +79,7 @@ class Plan:
     restart_window: float = 300.0
     reference: str = "auto"
     resume: str | None = None
+    allow_changed_data: bool = False
 
     def policy(self) -> RestartPolicy:
         """Return the restart policy."""
@@ -103,6 +106,7 @@ def train_here(plan: Plan, in_job: bool = False) -> Path:
     with contextlib.nullcontext() if in_job else alone_in(folder), save_on_notice(_save):
         if plan.resume is not None:
             check_unfinished(folder)  # it may have been another process's until now
+        inputs = checked_inputs(folder, plan.config, plan.allow_changed_data)
         hosts = _job_hosts() if in_job else None
         print(f"run folder: {folder}", flush=True)
         if plan.fail_every is not None and plan.reference == "auto":
@@ -111,8 +115,8 @@ def train_here(plan: Plan, in_job: bool = False) -> Path:
             beside = _reference_folder(folder, plan.config)
             reference = finished_report(beside)
             if reference is None:
-                reference = _train(calm, make_job_folder(beside), hosts, None)
-        _train(plan, folder, hosts, reference)
+                reference = _train(calm, make_job_folder(beside), hosts, None, inputs)
+        _train(plan, folder, hosts, reference, inputs)
     return folder
 
 
@@ -158,6 +162,7 @@ def check(plan: Plan) -> Any:
         check_corpus(config.data, seq_len=config.seq_len, shards=shards, batch_size=config.batch_size)
     if plan.resume is not None:
         check_unfinished(Path(plan.resume))
+        checked_inputs(Path(plan.resume), plan.config, plan.allow_changed_data)
     if plan.reference in ("auto", "none"):
         return None
     try:
@@ -271,7 +276,9 @@ def _job_hosts() -> HostMesh:
     return hosts
 
 
-def _train(plan: Plan, folder: Path, hosts: HostMesh | None, reference: Any) -> dict[str, Any]:
+def _train(
+    plan: Plan, folder: Path, hosts: HostMesh | None, reference: Any, inputs: Mapping[str, str]
+) -> dict[str, Any]:
     config = plan.config
     injections = None
     if plan.fail_every is not None:
@@ -279,7 +286,7 @@ def _train(plan: Plan, folder: Path, hosts: HostMesh | None, reference: Any) -> 
     failed: BaseException | None = None
     before, saved = history(folder), find_saved(folder)
     if before:
-        changes = check_changes(folder, before, config)
+        changes = check_changes(folder, before, config, plan.allow_changed_data)
         at = "from its beginning: no state was saved" if saved is None else f"from sync {saved.step}"
         print(f"going on with run {folder.name} {at}", flush=True)
         for name, values in changes.items():
@@ -287,7 +294,7 @@ def _train(plan: Plan, folder: Path, hosts: HostMesh | None, reference: Any) -> 
     with LiveView(config) as view:
         for item in before:
             view.state.apply(item)
-        run = Run(config, folder, hosts, plan.policy(), injections, view.update, saved, before)
+        run = Run(config, folder, hosts, plan.policy(), injections, view.update, saved, before, inputs)
         ANSWERS.update(answers_of(run, folder, config, view.state))
         _runs.append(run)
         try:

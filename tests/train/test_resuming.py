@@ -51,7 +51,7 @@ OTHER |= {"sync_every": 10, "seed": 0, "engine": "torchtitan"}
 def test_what_the_saved_state_depends_on_is_refused_with_both_values(folder: Path, name: str) -> None:
     option = f"--{name.replace('_', '-')}"
     now, before = OTHER[name], getattr(BEFORE, name)
-    said = f"cannot go on with {option} {'its default' if now is None else now} (it was {before})"
+    said = f"cannot continue with {option} {'its default' if now is None else now} (it was {before})"
     with pytest.raises(ConfigError) as raised:
         resumed_config(folder, {name: now})
     assert said in str(raised.value)
@@ -66,7 +66,9 @@ def test_of_an_engines_own_options_only_the_number_of_steps_may_change(folder: P
     config = resumed_config(folder, {"engine_options": longer})
     assert config.engine_options == longer
     assert check_changes(folder, history(folder), config) == {}
-    with pytest.raises(ConfigError, match=r"cannot go on with other options after --: --module qwen3 \(they were --m"):
+    with pytest.raises(
+        ConfigError, match=r"cannot continue with other options after --: --module qwen3 \(they were --m"
+    ):
         resumed_config(folder, {"engine_options": ("--module", "qwen3")})
 
 
