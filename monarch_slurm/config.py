@@ -63,7 +63,7 @@ class _Settings:
     process_exit_timeout: Seconds = 5.0
     """Seconds that a stopped proc may take to end before it is killed."""
     stop_actor_timeout: Seconds = 10.0
-    """Seconds that the meshes which a stopped actor owns may take to end."""
+    """Seconds that a stopped actor may take to end, with all that was sent to it before, before it is interrupted."""
     mesh_terminate_timeout: Seconds = 10.0
     """Seconds that the procs of hosts which are shut down may take to end before they are killed."""
     mesh_attach_config_timeout: Seconds = 60.0

@@ -39,16 +39,35 @@ class AsyncCell(Cell):
         self._loop_lock = threading.Lock()
         self._handling = True
         self._tasks: set[asyncio.Task[None]] = set()
+        self._serving: asyncio.Task[Any] | None = None
+        """Handles messages; None before and after that."""
+        self._controlling: asyncio.Task[None] | None = None
+        """Handles control items beside it."""
+        self._in_control = False
 
     def _enqueue(self, item: Call | Stop | None) -> None:
         self._inbox.append(item)
+        self._call_soon(self._arrived.set)
+
+    def _call_soon(self, callback: Callable[[], None]) -> None:
         with self._loop_lock:
             if self._loop is None:
                 return
             if asyncio._get_running_loop() is self._loop:
-                self._loop.call_soon(self._arrived.set)
+                self._loop.call_soon(callback)
             else:
-                self._loop.call_soon_threadsafe(self._arrived.set)
+                self._loop.call_soon_threadsafe(callback)
+
+    def _wake(self) -> None:
+        self._call_soon(self._look)
+        self._attention.call()
+
+    def _is_due(self) -> bool:
+        return self._end is not None
+
+    def _attend(self) -> None:
+        if self._end is not None:
+            raise self._end
 
     def _backlog(self) -> int:
         return len(self._inbox)
@@ -62,7 +81,7 @@ class AsyncCell(Cell):
 
     def _is_idle(self) -> bool:
         """Return whether this actor waits for nothing but messages."""
-        return not self._handling and not self._tasks
+        return not self._handling and not self._tasks and not self._in_control
 
     async def _run(self) -> None:
         with self._loop_lock:
@@ -76,7 +95,7 @@ class AsyncCell(Cell):
     async def _live(self) -> None:
         try:
             self._construct()
-            stop = await self._serve()
+            stop = await self._serve_until_end()
             await self._end_tasks()
             await self._release_aside(stop.reason, stop.timeout)
             await self._cleanup(None)
@@ -91,11 +110,51 @@ class AsyncCell(Cell):
         else:
             self._finish(self._stopped_event(stop.reason), None, None)
 
+    async def _serve_until_end(self) -> Stop:
+        self._serving = task = asyncio.current_task()
+        try:
+            self._look()
+            return await self._serve()
+        except asyncio.CancelledError as error:
+            if self._end is None:
+                raise self._failure(error) from error
+            raise self._end from None
+        finally:
+            self._serving = None
+            if sys.version_info >= (3, 11) and task is not None:
+                while task.cancelling():  # what follows runs in this task, too
+                    task.uncancel()
+
+    def _look(self) -> None:
+        """Begin with control items, if they are not being handled, and end what awaits if the actor is to end."""
+        if self._serving is None:
+            return
+        if self._end is not None:
+            self._serving.cancel()
+        elif self._control and (self._controlling is None or self._controlling.done()):
+            self._controlling = asyncio.get_running_loop().create_task(self._handle_control(), name="__supervise__")
+
+    async def _handle_control(self) -> None:
+        set_context(Context(self.instance, self.instance.rank))
+        self._in_control = True
+        try:
+            while self._control and self._end is None:
+                result = self._control.popleft()()
+                if isinstance(result, Awaitable):
+                    await result
+        except EndActor as end:
+            if not self._ending:
+                self._interrupt(end)
+        finally:
+            self._in_control = False
+
     async def _serve(self) -> Stop:
         in_a_row = 0
         while True:
-            while self._control:
-                await self._control.popleft()()
+            while self._control and not self._in_control and self._end is None:
+                self._look()  # control items begin before the next message does
+                await asyncio.sleep(0)
+            self._attend()
             if not self._inbox:
                 # The event is cleared before the queue is looked at again: an item that comes between is not missed.
                 self._arrived.clear()
@@ -125,6 +184,8 @@ class AsyncCell(Cell):
             if isinstance(handled, Awaitable):
                 handled = await handled
         except BaseException as error:
+            if self._ending and isinstance(error, asyncio.CancelledError):
+                raise
             raise self._handling_failed(error, failure) from error
         if not handled and not failure.restarted:
             raise self._unhandled(failure)
@@ -136,17 +197,11 @@ class AsyncCell(Cell):
             if isinstance(handled, Awaitable):
                 handled = await handled
         except BaseException as error:
+            if self._ending and isinstance(error, asyncio.CancelledError):
+                raise
             raise self._failure(error, f"{message}: ") from error
         if not handled:
             raise self._not_delivered(message)
-
-    def _add_control(self, control: Callable[[], Any]) -> None:
-        async def run() -> None:
-            result = control()
-            if isinstance(result, Awaitable):
-                await result
-
-        super()._add_control(run)
 
     async def _handle(self, call: Call) -> None:
         set_context(Context(self.instance, call.place(self.base_rank)))
@@ -161,6 +216,8 @@ class AsyncCell(Cell):
             else:
                 result = await method(*args, **kwargs)
         except BaseException as error:
+            if self._end is not None and isinstance(error, asyncio.CancelledError):
+                raise
             self._judge(call, error)
         else:
             self._answer(call, result)
@@ -186,18 +243,24 @@ class AsyncCell(Cell):
     def _task_failed(self, call: Call, error: BaseException) -> None:
         call_ended(error)
         explicit = self._is_explicit(call)
+        if isinstance(error, EndActor):
+            return  # which is under way
         if call.port is not None and not explicit:
             self._answer_error(call, error, "" if isinstance(error, Exception) else " with BaseException")
         elif not isinstance(error, asyncio.CancelledError):  # which is how the actor's end ends its tasks
-            end = self._failure(error)
-            self._add_control(lambda: self._raise(end))
+            self._interrupt(self._failure(error))
 
     async def _end_tasks(self) -> None:
-        tasks = list(self._tasks)
+        """End what runs beside, concurrent endpoints and ``__supervise__``; what does not end in time is left."""
+        self._begin_end()
+        tasks = [*self._tasks, *([self._controlling] if self._controlling is not None else [])]
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=settings().cleanup_timeout)
+            _, left = await asyncio.wait(tasks, timeout=settings().cleanup_timeout)
+            if left:
+                names = ", ".join(sorted(task.get_name() for task in left))
+                logger.warning("%s: %s did not end when cancelled, and is left alone", self.instance.display, names)
 
     async def _release_aside(self, reason: str, timeout: float) -> None:
         if self.runtime.owns_anything(self.instance):

@@ -1,21 +1,28 @@
 """A running actor: its thread, its life. What `sync_cell` and `async_cell` have in common.
 
-One message is handled at a time. Control items (failures of owned meshes, an abort) go before queued messages and are
-looked at between messages. A graceful stop goes through the queue, so what was sent before it is still handled.
+One message is handled at a time. Control items (failures of owned meshes, undeliverable messages) go before queued
+messages. An `AsyncCell` handles them, one at a time, beside a message that awaits; a `SyncCell` between messages and
+while a message blocks in `Future.get`. An abort ends what the actor does as soon as it awaits or blocks there. A
+graceful stop goes through the queue, so what was sent before it is still handled, but within a time limit. From the
+moment that a stop is asked for, failures are not supervised any more.
 
 An actor ends in this order: what it owns is stopped and awaited, its ``__cleanup__`` runs, everybody who waits for it
-is told.
+is told. A stopped actor that does not end in time is interrupted, and given up a little later: what waits for it is
+told, and its thread, which cannot be ended from outside, is left alone.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from monarch_slurm.actor.attention import Attention
 from monarch_slurm.actor.context import Context, CreatorInstance, Instance, set_context
 from monarch_slurm.actor.debugger.hook import call_ended
 from monarch_slurm.actor.endpoint import EndpointProperty
@@ -40,11 +47,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Stop:
-    """The item in a cell's queue that ends it."""
+    """The item in a cell's queue that ends it.
+
+    Attributes:
+        timeout: seconds that the meshes which the actor owns may take to end.
+    """
 
     reason: str
     timeout: float
-    """Seconds that the meshes which the actor owns may take to end."""
 
 
 class EndActor(BaseException):
@@ -95,8 +105,14 @@ class Cell:
         self._down_reason = ""
         self.hears_undeliverable = False
         self.failed = False
-        self._doing = ""
+        self._doing = "__init__"
         self._control: deque[Callable[[], Any]] = deque()
+        self._end: EndActor | None = None
+        """Ends the actor when its thread next looks."""
+        self._stopping = False
+        self._ending = False
+        self._timers: list[threading.Timer] = []
+        self._attention = Attention(self._attend, self._is_due)
         self._thread = threading.Thread(target=self._run_thread, name=f"actor-{ref.name}", daemon=True)
 
     @property
@@ -130,40 +146,44 @@ class Cell:
             "name": self.ref.name,
             "class": self.ref.class_name,
             "rank": rank,
-            "doing": self._doing if self.object is not None else "__init__",
+            "doing": self._doing,
             "waiting": self._backlog(),
         }
 
     def supervise(self, failure: MeshFailure) -> None:
         """Queue the failure of a mesh that this actor owns."""
-        self._add_control(lambda: self._supervise(failure))
+        self._add_control(lambda: None if self._stopping else self._supervise(failure))
 
     def undeliverable(self, message: UndeliverableMessageEnvelope) -> None:
         """Queue the news that a message of this actor has not come to its receiver."""
-        self._add_control(lambda: self._undelivered(message))
+        self._add_control(lambda: None if self._stopping else self._undelivered(message))
 
-    def stop(self, reason: str, timeout: float, asker: Address | None = None) -> str:
+    def stop(self, reason: str, timeout: float, asker: Address | None = None, watched: bool = False) -> str:
         """Stop after the queued messages; return an empty text, or why the actor has ended already.
 
         Args:
-            timeout: seconds that owned meshes may take to end.
+            timeout: seconds after which the actor is interrupted; what it owns gets half of them.
             asker: process that is told of the end, besides the owner and all callers.
+            watched: this process is killed when the time is over, so nothing need be done here.
         """
         with self._lock:
             if self._down_reason:
                 return self._down_reason
             if asker is not None:
                 self._callers.add(asker)
-        self._enqueue(Stop(reason, timeout))
+            self._stopping = True
+        self._enqueue(Stop(reason, timeout / 2))
+        if not watched:
+            self._start_timer(timeout, lambda: self._overdue(timeout))
         return ""
 
     def end(self, reason: str, failed: bool) -> None:
-        """Stop after the queued messages, or fail before the next one."""
+        """Stop after the queued messages, or fail as soon as the actor awaits or blocks in `Future.get`."""
         if failed:
             event = f"actor {self.instance.display} failed: actor explicitly aborted due to: {reason}"
-            self._add_control(lambda: self._raise(EndActor(FailureKind.ACTOR_ABORTED, event)))
+            self._interrupt(EndActor(FailureKind.ACTOR_ABORTED, event))
         else:
-            self.stop(reason, settings().process_exit_timeout)
+            self.stop(reason, settings().stop_actor_timeout)
 
     # ---- for subclasses
 
@@ -186,21 +206,65 @@ class Cell:
 
     def _add_control(self, control: Callable[[], Any]) -> None:
         self._control.append(control)
-        self._enqueue(None)
+        self._wake()
 
-    @staticmethod
-    def _raise(end: EndActor) -> None:
-        raise end
+    def _wake(self) -> None:
+        """Have the actor look at its control items and at its end. For any thread."""
+        raise NotImplementedError
+
+    def _is_due(self) -> bool:
+        """Return whether the actor's thread has anything to attend to while it blocks."""
+        raise NotImplementedError
+
+    def _attend(self) -> None:
+        """Do what is due; raise what ends the actor. On the actor's thread."""
+        raise NotImplementedError
+
+    def _interrupt(self, end: EndActor) -> None:
+        """End what the actor does, and the actor as a failure. For any thread."""
+        with self._lock:
+            if self._end is None:
+                self._end = end
+        self._wake()
+
+    def _overdue(self, seconds: float) -> None:
+        """The time that a stop may take is over: interrupt the actor, and give it up if it does not end even so."""
+        event = (
+            f"The actor {self.instance.display} and all its descendants have failed: it has not ended within "
+            f"{seconds:g} s of its stop (setting stop_actor_timeout); it is in {self._doing or 'no endpoint'}"
+        )
+        event += self._where()
+        self._start_timer(settings().cleanup_timeout, lambda: self._finish(event, None, FailureKind.STOP_TIMEOUT))
+        self._interrupt(EndActor(FailureKind.STOP_TIMEOUT, event))
+
+    def _where(self) -> str:
+        """Return where the actor's thread is, as lines for a person."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        if frame is None:
+            return ""
+        return "; its stack (innermost call last):\n" + "".join(traceback.format_stack(frame)[-_STACK_FRAMES:]).rstrip()
+
+    def _start_timer(self, seconds: float, then: Callable[[], None]) -> threading.Timer:
+        timer = threading.Timer(seconds, then)
+        timer.daemon = True
+        with self._lock:
+            if not self._down_reason:
+                self._timers.append(timer)
+                timer.start()
+        return timer
 
     # ---- on the actor's thread
 
     def _run_thread(self) -> None:
+        self._attention.install()
         try:
             self._main()
         except BaseException as error:  # a fault of this package; even so, nobody may wait for this actor for ever
             end = self._failure(error, "the runtime failed: ")
             self._finish(end.event, end.traceback, end.kind)
             raise
+        finally:
+            self._attention.remove()
 
     def _construct(self) -> None:
         set_context(Context(self.instance, self.instance.rank))
@@ -210,6 +274,7 @@ class Cell:
             call_ended(error)
             raise self._failure(error, "actor explicitly aborted due to: ") from error
         call_ended()
+        self._doing = ""
         hook = getattr(self.object, "_handle_undeliverable_message", None)
         self.hears_undeliverable = hook is not None and not getattr(hook, "_monarch_doc_stub", False)
         if self._ready is not None:
@@ -287,6 +352,8 @@ class Cell:
         return EndActor(FailureKind.MESSAGE_UNDELIVERED, event)
 
     def _handling_failed(self, error: BaseException, failure: MeshFailure) -> EndActor:
+        if isinstance(error, EndActor):
+            return error
         text = format_exception(error)
         event = (
             f"The actor {self.instance.display} and all its descendants have failed: "
@@ -296,14 +363,24 @@ class Cell:
 
     # ---- the end
 
+    def _begin_end(self) -> None:
+        """The actor handles nothing more. What interrupts it from here on ends its ``__cleanup__``."""
+        self._ending = True
+        self._end = None
+        self._control.clear()
+
     def _release(self, reason: str, timeout: float) -> None:
         """Stop what this actor owns, and wait until it has ended."""
         if not self.runtime.release(self.instance, reason, timeout).wait(timeout + _MARGIN_SECONDS):
             logger.warning("%s: what it owns has not ended within %g s", self.instance.display, timeout)
 
     def _cleanup_handler(self) -> Callable[..., Any] | None:
+        """Return the actor's ``__cleanup__``, to be called once; None if there is none, or it has been called."""
         handler = getattr(self.object, "__cleanup__", None)
-        return None if getattr(handler, "_monarch_doc_stub", False) else handler
+        if self._doing == "__cleanup__" or getattr(handler, "_monarch_doc_stub", False):
+            return None
+        self._doing = "__cleanup__"
+        return handler
 
     def _watch_cleanup(self) -> threading.Timer:
         """Return a timer that gives this actor up when its cleanup hangs: its thread cannot be ended from outside."""
@@ -312,10 +389,7 @@ class Cell:
             f"The actor {self.instance.display} and all its descendants have failed: __cleanup__ has not ended within "
             f"{seconds:g} s (setting cleanup_timeout)"
         )
-        timer = threading.Timer(seconds, lambda: self._finish(event, None, FailureKind.STOP_TIMEOUT))
-        timer.daemon = True
-        timer.start()
-        return timer
+        return self._start_timer(seconds, lambda: self._finish(event, None, FailureKind.STOP_TIMEOUT))
 
     def _stopped_event(self, reason: str) -> str:
         return f"actor {self.instance.display} has status: stopped: {reason}"
@@ -332,10 +406,16 @@ class Cell:
             self._down_reason = event
             self.failed = kind is not None
             told = {self.owner, *self._callers}
+            timers, self._timers = self._timers, []
+        for timer in timers:
+            timer.cancel()
         self.runtime.release(self.instance, event, 0.0)  # what it has spawned in its cleanup
         self.runtime.cell_down(self, told, event, traceback, kind)
         self.ended.set()
 
+
+_STACK_FRAMES = 5
+"""Of an actor that does not end, so many are reported."""
 
 _MARGIN_SECONDS = 1.0
 """After the time-out of owned meshes, for the news of their end to come."""

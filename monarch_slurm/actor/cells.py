@@ -113,5 +113,5 @@ class Cells:
         """Ask every actor to stop, within ``timeout`` seconds; return those that still have to."""
         cells = list(self._cells.values())
         for cell in cells:
-            cell.stop(reason, timeout / 2)
+            cell.stop(reason, timeout, watched=True)
         return cells

@@ -146,8 +146,8 @@ _make_proc_mesh: Callable[[ProcLayout, Shape], ProcMesh] | None = None
 _make_children: Callable[[Instance], list[ActorMesh[Any] | ProcMesh]] | None = None
 
 
-def set_context(context: Context) -> None:
-    """Make ``context`` the current one of this thread or task."""
+def set_context(context: Context | None) -> None:
+    """Make ``context`` the current one of this thread or task; None: no actor runs."""
     _current.set(context)
 
 

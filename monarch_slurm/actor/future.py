@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 import time
@@ -11,11 +12,13 @@ from collections.abc import Callable, Generator
 from typing import Any, Generic, NoReturn, TypeVar
 
 from monarch_slurm.actor import driving
+from monarch_slurm.actor.attention import Attention, attention
 from monarch_slurm.actor.signal_frames import is_of_signal_handler
 
 R = TypeVar("R")
 
 _UNSET: Any = object()
+_LONGEST = threading.TIMEOUT_MAX
 
 
 class Future(Generic[R]):
@@ -165,21 +168,45 @@ class Future(Generic[R]):
             helper()
             if self._done:
                 return True
+        attentive = attention()
+        if attentive is None:
+            self._pause(lambda: self._done, end)
+            return self._done
+        while True:
+            attentive.attend()
+            if self._done or (end is not None and time.monotonic() >= end):
+                return self._done
+            self._pause(lambda: self._done or attentive.is_due(), end, attentive)
+
+    def _pause(self, is_over: Callable[[], bool], end: float | None, attentive: Attention | None = None) -> None:
+        """Wait until ``is_over()``, or until ``end``; whoever changes what it looks at calls the waker."""
         try:
-            self._on_done(driving.wake)
-            driving.drive(lambda: self._done, timeout)
+            self._wake_by(driving.wake, attentive)
+            driving.drive(is_over, None if end is None else end - time.monotonic())
         finally:
             self._forget(driving.wake)
-        if self._done:
-            return True
+        if is_over():
+            return
         arrived = threading.Lock()
         arrived.acquire()
+
+        def arrive() -> None:
+            with contextlib.suppress(RuntimeError):  # the future and what the actor attends to may both come
+                arrived.release()
+
         try:
-            self._on_done(arrived.release)
-            left = -1.0 if end is None else min(max(0.0, end - time.monotonic()), threading.TIMEOUT_MAX)
-            return arrived.acquire(timeout=left)
+            self._wake_by(arrive, attentive)
+            if not is_over():
+                arrived.acquire(timeout=-1.0 if end is None else min(max(0.0, end - time.monotonic()), _LONGEST))
         finally:
-            self._forget(arrived.release)
+            self._forget(arrive)
+            if attentive is not None:
+                attentive.waker = None
+
+    def _wake_by(self, waker: Callable[[], None], attentive: Attention | None) -> None:
+        if attentive is not None:
+            attentive.waker = waker
+        self._on_done(waker)
 
     result = get
 

@@ -24,6 +24,8 @@ from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.actor.owned import Notice, OwnedActors, OwnedMeshes, OwnedProcs, Ranks, all_of
 from monarch_slurm.actor.replies import VALUE, CountDown, OfMesh, OnLost, OnReply, ReplyTable
 from monarch_slurm.actor.shape import Shape
+from monarch_slurm.actor.stopping import Stopping
+from monarch_slurm.config import settings
 from monarch_slurm.host.exits import FailureKind, HostDown, ProcDown
 from monarch_slurm.host.places import Places
 from monarch_slurm.wire import AGENT, Address, Message, dumps
@@ -324,14 +326,16 @@ class Runtime:
         """End actors after what was sent to them before; ``on_stopped`` is called when all have ended.
 
         Args:
-            timeout: seconds that meshes which they own may take to end.
+            timeout: seconds after which those that have not ended are interrupted. A process that does not even answer
+                that, since native code holds its interpreter, is killed.
         """
         ranks = sorted(base_ranks)
         with self._lock:
             self.owned.expect_end_of_actors(ref.mesh, set(ranks))
         self._forget_actors(ref.layout, ref.mesh, ranks)
-        count_down = CountDown(len(ranks), on_stopped)
-        self.expect_from(ref, ref.layout, [(rank, rank) for rank in ranks], lambda *_: None, count_down)
+        stopping = Stopping(self, ref, ranks, on_stopped)
+        self.expect_from(ref, ref.layout, [(rank, rank) for rank in ranks], lambda *_: None, stopping.ended)
+        stopping.watch(timeout + settings().cleanup_timeout)
         self.cast(ref.layout, base_ranks, {"op": "stop", "mesh": ref.mesh, "reason": reason, "timeout": timeout}, [])
 
     def release(self, instance: Instance, reason: str, timeout: float) -> threading.Event:
@@ -351,9 +355,8 @@ class Runtime:
             ranks_of_actors = [(mesh.ref, all_of(mesh.ref.shape, mesh.alive)) for mesh in elsewhere]
         ended = threading.Event()
         one_ended = CountDown(len(ranks_of_procs) + len(ranks_of_actors), ended.set)
-        # What an owned mesh itself owns has to be gone before the time is up.
         for ref, ranks in ranks_of_actors:
-            self.stop_actors(ref, ranks, reason, timeout / 2, one_ended)
+            self.stop_actors(ref, ranks, reason, timeout or settings().stop_actor_timeout, one_ended)
         for layout, ranks in ranks_of_procs:
             self.stop_procs(layout, ranks, timeout, one_ended)
         return ended

@@ -9,7 +9,7 @@ from typing import Any
 
 from monarch_slurm.actor import driving
 from monarch_slurm.actor.cell import Cell, EndActor, Stop
-from monarch_slurm.actor.context import Context, set_context
+from monarch_slurm.actor.context import Context, current_context, set_context
 from monarch_slurm.actor.errors import MeshFailure
 from monarch_slurm.actor.messages import Call
 from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
@@ -26,11 +26,38 @@ class SyncCell(Cell):
         super().__init__(*args)
         self._inbox: queue.SimpleQueue[Call | Stop | None] = queue.SimpleQueue()
         self._drives = False
+        self._in_control = False
 
     def _enqueue(self, item: Call | Stop | None) -> None:
         self._inbox.put(item)
         if self._drives:
             driving.wake()
+
+    def _wake(self) -> None:
+        self._enqueue(None)
+        self._attention.call()
+
+    def _is_due(self) -> bool:
+        return self._end is not None or (bool(self._control) and self._may_handle_control())
+
+    def _may_handle_control(self) -> bool:
+        return not self._in_control and not self._ending and self.object is not None
+
+    def _attend(self) -> None:
+        if self._end is None and self._control and self._may_handle_control():
+            doing, interrupted = self._doing, current_context()
+            self._in_control, self._doing = True, "__supervise__"
+            set_context(Context(self.instance, self.instance.rank))
+            try:
+                while self._control:
+                    self._control.popleft()()
+            except EndActor as end:
+                self._end = end  # ends the actor even if the endpoint that waits here swallows it
+            finally:
+                self._in_control, self._doing = False, doing
+                set_context(interrupted)
+        if self._end is not None:
+            raise self._end
 
     def _backlog(self) -> int:
         return self._inbox.qsize()
@@ -39,9 +66,11 @@ class SyncCell(Cell):
         try:
             self._construct()
             stop = self._serve()
+            self._begin_end()
             self._release(stop.reason, stop.timeout)
             self._cleanup(None)
         except EndActor as end:
+            self._begin_end()
             self._release(end.event, settings().process_exit_timeout)
             try:
                 self._cleanup(end.cause or RuntimeError(end.event))
@@ -54,8 +83,7 @@ class SyncCell(Cell):
     def _serve(self) -> Stop:
         while True:
             item = self._next()
-            while self._control:
-                self._control.popleft()()
+            self._attend()
             if isinstance(item, Stop):
                 return item
             if item is not None:

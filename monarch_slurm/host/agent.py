@@ -21,7 +21,7 @@ import zmq
 from monarch_slurm.config import configure, settings
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.host.branch import Branch
-from monarch_slurm.host.exits import ProcDown
+from monarch_slurm.host.exits import FailureKind, ProcDown
 from monarch_slurm.host.identity import address_towards, ending_signals
 from monarch_slurm.host.lease import Lease
 from monarch_slurm.host.log_streams import LogStreams
@@ -401,6 +401,8 @@ class Agent:
 
     def _kill_procs(self, message: Message) -> None:
         for name in _names(message.fields):
+            if "event" in message.fields:
+                self._procs.note_failure(name, FailureKind.STOP_TIMEOUT, message.fields["event"], "")
             self._procs.signal(name, message.fields["signal"])
 
 
