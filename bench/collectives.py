@@ -28,6 +28,7 @@ from typing import Any
 import plots
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from monarch_slurm.collectives import Communicator, Invitation, invite
 from monarch_slurm.gpu import gpu_devices
@@ -38,9 +39,9 @@ TURNS = 6
 
 
 def seconds_each(call: Callable[[], Any], repeats: int, rounds: int) -> float:
-    times = []
+    times: list[float] = []
     for _ in range(rounds):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         dist.barrier()
         begin.record()
@@ -55,8 +56,8 @@ def seconds_each(call: Callable[[], Any], repeats: int, rounds: int) -> float:
 def rank_main(rank: int, size: int, port: int, out: Any, invitation: Invitation) -> None:
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    there = dist.PrefixStore("first", store)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    there = PrefixStore("first", store)
     dist.init_process_group("nccl", store=there, rank=rank, world_size=size, device_id=device)
     comm = Communicator.join(invitation, rank, size, device=device)
     rows: list[dict[str, Any]] = []
@@ -104,7 +105,7 @@ def remake_turns(comm: Communicator, store: Any) -> list[dict[str, Any]]:
             if kind == "torch":
                 dist.destroy_process_group()
                 marks.append(time.monotonic())
-                there = dist.PrefixStore(key, store)
+                there = PrefixStore(key, store)
                 dist.init_process_group(theirs, store=there, rank=rank, world_size=size, device_id=bound_to)
                 marks.append(time.monotonic())
                 dist.all_reduce(tensor)
@@ -168,7 +169,7 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     out = context.Queue()
     invitation = invite("ccl")[0]
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     arguments_of = [(rank, size, store.port, out, invitation) for rank in range(size)]
     processes = [context.Process(target=rank_main, args=each, daemon=True) for each in arguments_of]
     for process in processes:

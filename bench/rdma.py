@@ -56,7 +56,11 @@ class Peer(Actor):
         nbytes = buffer.size()
         here, other = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))
         addresses = [ctypes.addressof((ctypes.c_char * nbytes).from_buffer(view)) for view in (here, other)]
-        move = (lambda: buffer.write_from(here).get()) if write else (lambda: buffer.read_into(here).get())
+        moved: Callable[[memoryview], Any] = buffer.write_from if write else buffer.read_into
+
+        def move() -> None:
+            moved(here).get()
+
         move()
         ctypes.memmove(addresses[1], addresses[0], nbytes)
         ours, plain = [], []
@@ -93,11 +97,14 @@ class GpuPeer(Actor):
             target.copy_(source)
             torch.cuda.synchronize()
 
+        def move() -> None:
+            buffer.read_into(target).get()
+
         ours, theirs = [], []
-        for function in (lambda: buffer.read_into(target).get(), plain):
-            function()
+        move()
+        plain()
         for _ in range(runs):
-            ours.append(timed(lambda: buffer.read_into(target).get()))
+            ours.append(timed(move))
             theirs.append(timed(plain))
         return ours, theirs, recent_transfers()[-1].backend
 

@@ -36,7 +36,7 @@ from monarch_slurm.train.config import Place, TrainConfig
 from monarch_slurm.train.events import Event, event
 from monarch_slurm.train.injection import KINDS, parse_kinds, schedule
 from monarch_slurm.train.manager import Run
-from monarch_slurm.train.session import PRELOAD
+from monarch_slurm.train.session import preload_modules
 from monarch_slurm.train.supervisor import RestartPolicy
 from monarch_slurm.train.timeline import failures
 
@@ -215,7 +215,7 @@ def main() -> None:
     if options.trainer:
         run_trainer(*options.trainer)
         return
-    configure(preload=PRELOAD)
+    configure(preload=preload_modules(CONFIG))
     timelines: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix="recovery-") as scratch:
         configure(log_dir=str(Path(scratch, "logs")))

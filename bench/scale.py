@@ -93,7 +93,8 @@ class Agents:
 
 def cpu_of(action: Callable[[], Any], seconds: float) -> tuple[float, float]:
     """Return the median CPU and wall-clock seconds of ``action``, which is repeated for about ``seconds``."""
-    cpus, walls = [], []
+    cpus: list[float] = []
+    walls: list[float] = []
     began = time.perf_counter()
     while (passed := time.perf_counter() - began) < seconds or (len(cpus) < 3 and passed < 10 * seconds):
         cpu, wall = time.process_time(), time.perf_counter()
@@ -149,7 +150,10 @@ def measure(count: int, procs: int, processes: int, seconds: float) -> dict[str,
             cpu, began = time.process_time(), time.perf_counter()
             time.sleep(max(IDLE_SECONDS, settings().heartbeat_interval))
             figures["idle_cpu"] = (time.process_time() - cpu) / (time.perf_counter() - began)
-            call = lambda: echo.echo.call(1).get(DEADLINE)  # noqa: E731
+
+            def call() -> Any:
+                return echo.echo.call(1).get(DEADLINE)
+
             figures["call_cpu"], figures["call_wall"] = cpu_of(call, seconds)
             several = 10
 

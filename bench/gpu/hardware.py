@@ -127,7 +127,7 @@ def graph(rank: int, size: int, pipe: Pipe) -> str:
     for _ in range(3):
         captured.replay()
     torch.cuda.synchronize()
-    assert tensor.unique().tolist() == [float((2 * size) ** 3)]
+    assert torch.unique(tensor).tolist() == [float((2 * size) ** 3)]
     del captured
     comm.close()
     return "all_reduce replayed 3 times"
@@ -219,18 +219,21 @@ def dtensor(rank: int, size: int, _pipe: Pipe) -> str:
     store = Path(tempfile.gettempdir()) / f"hardware-{os.getppid()}-dtensor"
     dist.init_process_group("cpu:gloo,cuda:monarch", init_method=f"file://{store}", rank=rank, world_size=size)
     torch.manual_seed(0)
-    block = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)).cuda().double()
+    first = torch.nn.Linear(64, 256)
+    block = torch.nn.Sequential(first, torch.nn.GELU(), torch.nn.Linear(256, 64)).cuda().double()
     x = torch.randn(8, 64, device="cuda", dtype=torch.float64)
     want = block(x)
     want.sum().backward()
-    gradient = block[0].weight.grad.clone()
+    assert first.weight.grad is not None
+    gradient = first.weight.grad.clone()
     block.zero_grad()
     mesh = init_device_mesh("cuda", (size,))
     parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     got = block(x)
     got.sum().backward()
     torch.testing.assert_close(got, want)
-    torch.testing.assert_close(block[0].weight.grad.full_tensor(), gradient)
+    sharded: Any = first.weight.grad
+    torch.testing.assert_close(sharded.full_tensor(), gradient)
     dist.destroy_process_group()
     store.unlink(missing_ok=True)
     return "a tensor-parallel block and its gradient equal those on one GPU in float64"
@@ -239,6 +242,7 @@ def dtensor(rank: int, size: int, _pipe: Pipe) -> str:
 def c10d_ops(rank: int, size: int, _pipe: Pipe) -> str:
     """What DDP and FSDP2 do not use: lists, gather, scatter, all_to_all, sends in a batch, new groups, barrier."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import _make_nccl_premul_sum as premul_sum
 
     import_module("monarch_slurm.collectives.c10d")
     store = Path(tempfile.gettempdir()) / f"hardware-{os.getppid()}-ops"
@@ -274,7 +278,7 @@ def c10d_ops(rank: int, size: int, _pipe: Pipe) -> str:
     same([mine], [torch.full((3,), total)])
     for factor in (0.5, torch.full((1,), 0.5, device="cuda")):  # FSDP2 scales gradients so
         scaled = torch.full((3,), float(rank), device="cuda")
-        dist.all_reduce(scaled, op=dist._make_nccl_premul_sum(factor))
+        dist.all_reduce(scaled, op=premul_sum(factor))
         same([scaled], [torch.full((3,), total / 2)])
     on_cpu = torch.ones(2)
     dist.all_reduce(on_cpu)
@@ -402,15 +406,16 @@ def run(check: Callable[[int, int, Pipe], str], size: int) -> tuple[bool, str]:
     ok, deadline = True, time.monotonic() + DEADLINE_S
     while None in results and time.monotonic() < deadline:
         for ready in multiprocessing.connection.wait([p for p, r in zip(pipes, results, strict=True) if r is None], 1):
-            kind, value = ready.recv()
+            pipe: Any = ready
+            kind, value = pipe.recv()
             if kind == "invitation":
-                for pipe, result in zip(pipes, results, strict=True):
+                for other, result in zip(pipes, results, strict=True):
                     if result is None:
-                        pipe.send(value)
+                        other.send(value)
             elif kind == "release":
                 pipes[-1].send(None)
             else:
-                results[pipes.index(ready)] = value
+                results[pipes.index(pipe)] = value
                 ok = ok and kind == "done"
                 if kind == "error":
                     deadline = min(deadline, time.monotonic() + 5)

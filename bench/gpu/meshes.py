@@ -162,7 +162,7 @@ class Replica(Actor):
             replicas; and when the first one was given up.
         """
         import torchft
-        from torch.distributed import TCPStore
+        from torch._C._distributed_c10d import TCPStore
 
         from monarch_slurm.collectives.torchft import ProcessGroupMonarch
 

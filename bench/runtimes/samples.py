@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,7 @@ def copying(rounds: int) -> dict[str, list[float]]:
     }
 
 
-def report(figures: dict[str, Callable[[int], dict[str, list[float]]]], rounds: dict[str, int]) -> None:
+def report(figures: Mapping[str, Callable[[int], dict[str, list[float]]]], rounds: dict[str, int]) -> None:
     """Measure the figures named in the first argument (separated by commas) and print them as one line of JSON."""
     for name in sys.argv[1].split(","):
         if name in figures:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,7 @@ class TargetTable:
     def __init__(self) -> None:
         self._fanout = 0
         self._known: dict[tuple[str, Slice], Targets] = {}
+        self._lock = threading.Lock()
 
     def find(self, layout: ProcLayout, ranks: Iterable[int]) -> Targets:
         """Return the targets of a cast to the procs ``ranks`` of a mesh; ``key`` is empty if they are not many."""
@@ -66,7 +68,8 @@ class TargetTable:
         found = Targets(layout.mesh, key, by_host)
         if not isinstance(ranks, Slice):
             return found
-        self._known[layout.mesh, ranks] = found
-        while len(self._known) > _REMEMBERED:
-            self._known.pop(next(iter(self._known)), None)
+        with self._lock:
+            self._known[layout.mesh, ranks] = found
+            while len(self._known) > _REMEMBERED:
+                del self._known[next(iter(self._known))]
         return found

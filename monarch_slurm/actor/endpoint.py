@@ -13,7 +13,7 @@ from monarch_slurm.actor.errors import ActorError
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.messages import EXPLICIT_PORT, PLAIN_METHOD, PortAddress
 from monarch_slurm.actor.ndslice import Slice
-from monarch_slurm.actor.replies import VALUE, lost_error
+from monarch_slurm.actor.replies import VALUE, CountDown, lost_error
 from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.actor.value_mesh import ValueMesh
 from monarch_slurm.wire import dumps, loads
@@ -179,15 +179,15 @@ class Endpoint(Generic[R]):
         count = len(shape)
         future: Future[Any] = Future._pending()
         values: list[Any] = [None] * count
-        missing = [count]
+        one_answered = CountDown(
+            count, lambda: future._resolve(lambda: ValueMesh(extent_shape, [loads(value) for value in values]))
+        )
 
         def arrived(rank: int, frames: Any) -> None:
             values[rank] = frames
-            missing[0] -= 1
-            if missing[0] == 0:
-                future._resolve(lambda: ValueMesh(extent_shape, [loads(value) for value in values]))
+            one_answered()
 
-        future._what = lambda: f"{self}: {count - missing[0]} of {count} actors have answered"
+        future._what = lambda: f"{self}: {count - one_answered.left} of {count} actors have answered"
         self._send_expecting(args, kwargs, shape.ndslice, arrived, future._fail_with)
         return future
 
@@ -387,7 +387,6 @@ class Accumulator(Generic[R, A]):
         """Send to every actor now; the fold runs when the future is first looked at."""
         answers = list(self._endpoint.stream(*args, **kwargs))
         total: Future[Any] = Future._pending()
-        missing = [len(answers)]
 
         def fold() -> Any:
             value: Any = self._identity
@@ -395,11 +394,7 @@ class Accumulator(Generic[R, A]):
                 value = self._combine(value, answer.get())
             return value
 
-        def one_arrived() -> None:
-            missing[0] -= 1
-            if missing[0] == 0:
-                total._resolve(fold)
-
+        one_arrived = CountDown(len(answers), lambda: total._resolve(fold))
         for answer in answers:
             answer._on_done(one_arrived)
         return total

@@ -176,15 +176,13 @@ class HostMesh(MeshTrait):
         commands = [command_fields(bootstrap_command, self._python, point) for point in points]
         runtime.own_procs(OwnedProcs(layout, shape, name or "anon", owner, set(range(count))))
         ready: Future[bool] = Future._pending()
-        missing = [count]
-        ready._what = lambda: f"the start of procs {name or 'anon'!r}: {missing[0]} of {count} have not reported"
+        one_started = CountDown(count, lambda: ready._resolve(lambda: True))
+        ready._what = lambda: f"the start of procs {name or 'anon'!r}: {one_started.left} of {count} have not reported"
 
         def arrived(rank: int, status: str, frames: Any) -> None:
-            missing[0] -= 1
             if status != VALUE:
                 ready._fail(loads(frames))
-            elif missing[0] == 0:
-                ready._resolve(lambda: True)
+            one_started()
 
         cwd = _working_folder()
         port = runtime.expect_from(

@@ -21,6 +21,7 @@ from monarch_slurm.actor.log_options import check_logging, set_logging
 from monarch_slurm.actor.mesh_trait import MeshTrait
 from monarch_slurm.actor.messages import creator_to_fields, ref_to_fields
 from monarch_slurm.actor.owned import OwnedActors
+from monarch_slurm.actor.replies import CountDown
 from monarch_slurm.actor.shape import Point, Shape
 from monarch_slurm.config import settings
 from monarch_slurm.wire import CONTROLLER, dumps, loads
@@ -124,13 +125,11 @@ class ProcMesh(MeshTrait):
         ndslice = self._shape.ndslice
         runtime.own_actors(OwnedActors(ref, Class, owner, set(ndslice)))
         ready: Future[bool] = Future._pending()
-        missing = [len(ndslice)]
-        ready._what = lambda: f"the __init__ of actors {name!r}: {missing[0]} of {len(ndslice)} still run"
+        one_made = CountDown(len(ndslice), lambda: ready._resolve(lambda: True))
+        ready._what = lambda: f"the __init__ of actors {name!r}: {one_made.left} of {len(ndslice)} still run"
 
         def arrived(rank: int, status: str, frames: Any) -> None:
-            missing[0] -= 1
-            if missing[0] == 0:
-                ready._resolve(lambda: True)
+            one_made()
 
         def lost(rank: int, reason: str) -> None:
             ready._fail(SupervisionError(reason))

@@ -294,6 +294,11 @@ class CountDown:
         if count == 0:
             on_zero()
 
+    @property
+    def left(self) -> int:
+        """How many calls are missing."""
+        return self._left
+
     def __call__(self, *_: object) -> None:
         """Count one down."""
         with self._lock:

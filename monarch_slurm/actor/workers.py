@@ -15,6 +15,7 @@ from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.host_mesh import HostMesh
 from monarch_slurm.actor.local_host import LOOPBACK
 from monarch_slurm.actor.ndslice import Slice
+from monarch_slurm.actor.replies import CountDown
 from monarch_slurm.actor.shape import Shape
 from monarch_slurm.config import get_runtime_config, settings
 from monarch_slurm.host.attaching import AttachError, Candidate, attach_all
@@ -248,18 +249,14 @@ def _new(label: str, worker: WorkerAddress | Future[str]) -> _Attachment:
 
 def _all_ready(attachments: Sequence[_Attachment]) -> Future[bool]:
     ready: Future[bool] = Future._pending()
-    missing = [len(attachments)]
-    lock = threading.Lock()
-    ready._what = lambda: f"attaching to workers: {missing[0]} of {len(attachments)} are not there"
+    one_there = CountDown(len(attachments), lambda: ready._resolve(lambda: True))
+    ready._what = lambda: f"attaching to workers: {one_there.left} of {len(attachments)} are not there"
 
     def look(one: _Attachment) -> None:
         error = one.ready.exception()
         if error is not None:
             ready._fail(error)
-        with lock:
-            missing[0] -= 1
-        if missing[0] == 0:
-            ready._resolve(lambda: True)
+        one_there()
 
     for one in attachments:
         one.ready._on_done(lambda one=one: look(one))  # type: ignore[misc]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, SupportsIndex
 
 from monarch_slurm.tensor_memory import check_memory
 
@@ -86,11 +87,14 @@ def check_same(what: str, tensor: torch.Tensor, other: torch.Tensor, numel: int)
 
 
 def check_rank(what: str, rank: int, size: int) -> None:
-    """Refuse a rank that is not there.
+    """Refuse a rank that the communicator does not have.
 
     Raises:
-        ValueError: it is not.
+        TypeError: it is not an integer.
+        ValueError: it is out of range.
     """
+    if not _is_integer(rank):
+        raise TypeError(f"{what} is a {type(rank).__name__}; a rank from 0 to {size - 1} expected")
     if not 0 <= rank < size:
         raise ValueError(f"{what} {rank}: a rank from 0 to {size - 1} expected")
 
@@ -99,8 +103,59 @@ def check_peer(peer: int, rank: int, size: int) -> None:
     """Refuse a peer that is not there or is the rank itself.
 
     Raises:
+        TypeError: it is not an integer.
         ValueError: it is so.
     """
     check_rank("peer", peer, size)
     if peer == rank:
         raise ValueError(f"peer {peer} is this rank itself; copy the tensor instead")
+
+
+def check_counts(what: str, counts: Sequence[int], size: int) -> None:
+    """Refuse what is not one number of elements for each rank.
+
+    Raises:
+        TypeError: it is not a sequence of integers.
+        ValueError: their number is not ``size``, or one is negative.
+    """
+    if not _is_collection(counts) or not all(map(_is_integer, counts)):
+        raise TypeError(f"{what} {counts!r}: a list of {size} integers expected")
+    if len(counts) != size or min(counts) < 0:
+        raise ValueError(f"{what} {list(counts)}: {size} numbers of at least 0 expected")
+
+
+def check_ranks(what: str, ranks: Collection[int], size: int) -> None:
+    """Refuse what is not a collection of ranks that the communicator has.
+
+    Raises:
+        TypeError: it is not a collection of integers.
+        ValueError: a rank is out of range.
+    """
+    if not _is_collection(ranks):
+        raise TypeError(f"{what} is a {type(ranks).__name__}; a list of ranks from 0 to {size - 1} expected")
+    for rank in ranks:
+        check_rank(f"a rank of {what}", rank, size)
+
+
+def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
+    """Refuse what is not lists of ranks, each rank in one of them at most.
+
+    Raises:
+        TypeError: it is not a sequence of sequences of integers.
+        ValueError: a rank is out of range or in two lists.
+    """
+    if not _is_collection(groups):
+        raise TypeError(f"groups is a {type(groups).__name__}; lists of ranks expected, such as [[0, 1], [2, 3]]")
+    for members in groups:
+        check_ranks("groups", members, size)
+    ranks = [rank for members in groups for rank in members]
+    if len(set(ranks)) != len(ranks):
+        raise ValueError(f"groups {[list(members) for members in groups]}: a rank is in two of them")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool) and not hasattr(value, "is_contiguous")
+
+
+def _is_collection(value: object) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping)

@@ -6,7 +6,16 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from monarch_slurm.collectives.checks import check_peer, check_rank, check_reduction, check_same, check_tensor
+from monarch_slurm.collectives.checks import (
+    check_counts,
+    check_groups,
+    check_peer,
+    check_rank,
+    check_ranks,
+    check_reduction,
+    check_same,
+    check_tensor,
+)
 from monarch_slurm.collectives.errors import CommunicatorClosedError, PeerLostError
 from monarch_slurm.collectives.rendezvous import Invitation
 from monarch_slurm.collectives.work import Work
@@ -86,6 +95,8 @@ class Communicator:
         """
         import torch
 
+        if not isinstance(invitation, Invitation):
+            raise TypeError(f"invitation is a {type(invitation).__name__}; what invite() returns first is expected")
         check_rank("rank", rank, size)
         if invitation.backend == "gloo":
             from monarch_slurm.collectives.gloo import GlooTransport
@@ -154,6 +165,8 @@ class Communicator:
 
     def all_to_all(self, output: torch.Tensor, source: torch.Tensor) -> Work:
         """Send part ``i`` of ``source`` to rank ``i``, whose parts come in rank order; ``size`` equal parts."""
+        self._check("output", output)
+        self._check("source", source)
         if source.numel() % self.size:
             raise ValueError(
                 f"source has {source.numel()} elements, which do not divide by {self.size}; use all_to_all_v"
@@ -167,9 +180,8 @@ class Communicator:
         """Like `all_to_all` with parts of any size: numbers of elements from and to each rank."""
         self._check("output", output)
         self._check("source", source)
-        for what, counts in (("output_counts", output_counts), ("input_counts", input_counts)):
-            if len(counts) != self.size or min(counts) < 0:
-                raise ValueError(f"{what} {list(counts)}: {self.size} numbers of at least 0 expected")
+        check_counts("output_counts", output_counts, self.size)
+        check_counts("input_counts", input_counts, self.size)
         check_same("output", output, source, sum(output_counts))
         check_same("source", source, output, sum(input_counts))
         work: Work = self._transport.all_to_all(output, source, output_counts, input_counts)
@@ -228,11 +240,7 @@ class Communicator:
         Returns:
             This rank's new communicator; None when it is in no list.
         """
-        ranks = [rank for members in groups for rank in members]
-        for rank in ranks:
-            check_rank("groups has rank", rank, self.size)
-        if len(set(ranks)) != len(ranks):
-            raise ValueError(f"groups {[list(members) for members in groups]}: a rank is in two of them")
+        check_groups(groups, self.size)
         self._made += 1
         for color, members in enumerate(groups):
             if self.rank in members:
@@ -249,8 +257,7 @@ class Communicator:
         Raises:
             ValueError: a rank is not there.
         """
-        for rank in leaving:
-            check_rank("leaving has rank", rank, self.size)
+        check_ranks("leaving", leaving, self.size)
         return self.split([[rank for rank in range(self.size) if rank not in leaving]])
 
     def abort(self, reason: str, rank: int | None = None) -> None:

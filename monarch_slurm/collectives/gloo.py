@@ -19,6 +19,15 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from monarch_slurm.collectives.agreement import (
+    Pending,
+    PendingReceive,
+    PendingSend,
+    Plan,
+    agree,
+    agree_on_counts,
+    complete,
+)
 from monarch_slurm.collectives.background import GRACE_S
 from monarch_slurm.collectives.checks import GLOO_DTYPES
 from monarch_slurm.collectives.errors import CollectiveError, PeerLostError
@@ -66,7 +75,7 @@ class GlooTransport:
         self._aborted = threading.Event()
         self._busy = False
         self._queue: queue.SimpleQueue[tuple[list[HostWork], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._grouped: list[tuple[HostWork, Callable[[], Any]]] | None = None
+        self._grouped: list[tuple[HostWork, Callable[[], Pending]]] | None = None
         self._depth = 0
         self._pid = os.getpid()
         self._worker = threading.Thread(target=self._run, name=f"gloo-{rank}", daemon=True)
@@ -104,6 +113,7 @@ class GlooTransport:
         options.reduceOp = _reduce_op(op)
 
         def run() -> None:
+            self._agree("all_reduce", tensor, numel=tensor.numel(), op=op)
             if op != "avg":
                 self._group.allreduce([tensor], options).wait()
                 return
@@ -122,6 +132,7 @@ class GlooTransport:
         options.rootRank = root
 
         def run() -> None:
+            self._agree("reduce", tensor, numel=tensor.numel(), root=root, op=op)
             buffer = tensor
             if op == "avg":
                 buffer = _widened(tensor, self.size)
@@ -141,6 +152,7 @@ class GlooTransport:
         options.reduceOp = _reduce_op(op)
 
         def run() -> None:
+            self._agree("reduce_scatter", source, numel=source.numel(), op=op)
             if op != "avg":
                 self._group._reduce_scatter_base(output.view(-1), source.view(-1), options).wait()
                 return
@@ -157,11 +169,21 @@ class GlooTransport:
 
         options = BroadcastOptions()
         options.rootRank = root
-        return self._submit("broadcast", lambda: self._group.broadcast([_raw(tensor)], options).wait())
+
+        def run() -> None:
+            self._agree("broadcast", tensor, numel=tensor.numel(), root=root)
+            self._group.broadcast([_raw(tensor)], options).wait()
+
+        return self._submit("broadcast", run)
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor) -> Work:
         """Concatenate all ranks' tensors."""
-        return self._submit("all_gather", lambda: self._group._allgather_base(_raw(output), _raw(source)).wait())
+
+        def run() -> None:
+            self._agree("all_gather", source, numel=source.numel())
+            self._group._allgather_base(_raw(output), _raw(source)).wait()
+
+        return self._submit("all_gather", run)
 
     def all_to_all(
         self, output: torch.Tensor, source: torch.Tensor, output_counts: Sequence[int], input_counts: Sequence[int]
@@ -170,21 +192,25 @@ class GlooTransport:
         width = source.element_size()
         received = [count * width for count in output_counts]
         sent = [count * width for count in input_counts]
-        return self._submit(
-            "all_to_all", lambda: self._group.alltoall_base(_raw(output), _raw(source), received, sent).wait()
-        )
+
+        def run() -> None:
+            self._agree("all_to_all", source)
+            agree_on_counts(self._group, self.size, output_counts, input_counts)
+            self._group.alltoall_base(_raw(output), _raw(source), received, sent).wait()
+
+        return self._submit("all_to_all", run)
 
     def send(self, tensor: torch.Tensor, peer: int) -> Work:
         """Send to ``peer``."""
-        return self._submit_pair("send", lambda: self._group.send([_raw(tensor)], peer, 0))
+        return self._submit_pair("send", lambda: PendingSend(self._group, tensor, _raw(tensor), peer))
 
     def recv(self, tensor: torch.Tensor, peer: int) -> Work:
         """Receive from ``peer``."""
-        return self._submit_pair("recv", lambda: self._group.recv([_raw(tensor)], peer, 0))
+        return self._submit_pair("recv", lambda: PendingReceive(self._group, tensor, _raw(tensor), self.rank, peer))
 
     def barrier(self) -> Work:
         """Wait for all ranks."""
-        return self._submit("barrier", lambda: self._group.barrier().wait())
+        return self._submit("barrier", lambda: self._agree("barrier"))
 
     def group_start(self) -> None:
         """Collect sends and receives until the outermost `group_end` starts them together."""
@@ -201,11 +227,7 @@ class GlooTransport:
             return inner
         started, self._grouped = self._grouped or [], None
 
-        def run() -> None:
-            for pending in [start() for _, start in started]:
-                pending.wait()
-
-        return self._submit("group", run, [work for work, _ in started])
+        return self._submit("group", lambda: complete([start for _, start in started]), [work for work, _ in started])
 
     def abort(self, failure: BaseException) -> None:
         """Fail everything that is pending and all that comes."""
@@ -251,9 +273,14 @@ class GlooTransport:
                 except RuntimeError:  # out of time, or broken already
                     continue
 
-    def _submit_pair(self, name: str, start: Callable[[], Any]) -> Work:
+    def _agree(
+        self, operation: str, tensor: torch.Tensor | None = None, *, numel: int = -1, root: int = -1, op: str = ""
+    ) -> None:
+        agree(self._group, self.size, Plan.of(operation, tensor, numel=numel, root=root, op=op))
+
+    def _submit_pair(self, name: str, start: Callable[[], Pending]) -> Work:
         if self._grouped is None:
-            return self._submit(name, lambda: start().wait())
+            return self._submit(name, lambda: complete([start]))
         work = self._new_work(name)
         self._grouped.append((work, start))
         return work

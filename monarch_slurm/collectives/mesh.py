@@ -47,6 +47,8 @@ class MeshCommunicator:
         """See `Communicator.create`."""
         from monarch_slurm.collectives.keeper import Keeper
 
+        if not hasattr(mesh, "spawn") or not hasattr(mesh, "sizes"):
+            raise TypeError(f"mesh is a {type(mesh).__name__}; a ProcMesh is expected")
         backend = backend or ("gloo" if gpu_platform() == "none" else "ccl")
         groups = groups_along(mesh.sizes, list(mesh.sizes) if dims is None else list(dims))
         name = uuid.uuid4().hex

@@ -26,6 +26,16 @@ def explain_exit(exit_text: str) -> str:
     return _SIGNAL_WORDS.get(int(match[1]), "") if match else ""
 
 
+def signal_name(number: int) -> str:
+    """Return ``SIGKILL`` for 9, ``SIGRTMIN+7`` for a real-time signal, ``signal N`` for a number without a name."""
+    if signal.SIGRTMIN < number < signal.SIGRTMAX:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 _SIGNAL_WORDS = {
     int(signal.SIGKILL): "killed from outside: by the kernel for want of memory, by Slurm, or by hand",
     int(signal.SIGSEGV): "segmentation fault in native code",

@@ -121,8 +121,10 @@ class LogStreams:
         self._bytes = self._left_out = 0
 
     def acknowledged(self, message: Message) -> None:
-        """The client has printed a batch."""
+        """The client has printed a batch. If lines were left out meanwhile, the next batch reports their number."""
         self._on_the_way -= message.fields["bytes"]
+        if self._left_out and self._due is None:
+            self._due = self._loop.call_later(BATCH_SECONDS, self.flush)
 
     def _answer(self, message: Message) -> None:
         fields = {name: message.fields[name] for name in ("port", "rank", "status")}

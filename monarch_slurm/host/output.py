@@ -24,7 +24,7 @@ class Output:
         self._changed = threading.Condition()
         self._lines: deque[tuple[int, bytes]] = deque()
         self._waiting_bytes = 0
-        self._left_out = 0
+        self._left_out: dict[int, int] = {}
         self._busy = False
         self._dead: set[int] = set()
         threading.Thread(target=self._run, name="output", daemon=True).start()
@@ -34,12 +34,9 @@ class Output:
         data = line.encode(errors="replace") + b"\n"
         with self._changed:
             if self._waiting_bytes > MAX_WAITING_BYTES:
-                self._left_out += 1
+                self._left_out[fd] = self._left_out.get(fd, 0) + 1
                 return
-            if self._left_out:
-                note = f"[{self._left_out} lines were left out here: nobody read them in time]\n".encode()
-                self._put(fd, note)
-                self._left_out = 0
+            self._put_note(fd)
             self._put(fd, data)
 
     def open(self, path: Path) -> int:
@@ -50,12 +47,18 @@ class Output:
     def close(self, fd: int) -> None:
         """Close a descriptor of `open` after what is queued for it."""
         with self._changed:
+            self._put_note(fd)
             self._put(fd, b"")
 
     def flush(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds until nothing is queued."""
         with self._changed:
             self._changed.wait_for(lambda: not self._lines and not self._busy, timeout)
+
+    def _put_note(self, fd: int) -> None:
+        count = self._left_out.pop(fd, 0)
+        if count:
+            self._put(fd, f"[{count} lines were left out here: nobody read them in time]\n".encode())
 
     def _put(self, fd: int, data: bytes) -> None:
         self._lines.append((fd, data))
@@ -65,6 +68,9 @@ class Output:
     def _run(self) -> None:
         while True:
             with self._changed:
+                if not self._lines:
+                    for fd in list(self._left_out):
+                        self._put_note(fd)
                 self._busy = False
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: bool(self._lines))

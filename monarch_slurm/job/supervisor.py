@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import IO
 
+from monarch_slurm.host.exits import signal_name
 from monarch_slurm.host.kernel import die_with_parent
 
 BATCH_VARIABLE = "MONARCH_BATCH_JOB"
@@ -100,7 +101,7 @@ def start_child(
 
 def describe_code(code: int) -> str:
     """Return what a return code of `subprocess.Popen` means."""
-    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
 
 
 def set_up_log() -> None:

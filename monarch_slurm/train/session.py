@@ -100,7 +100,7 @@ def train_here(plan: Plan, in_job: bool = False) -> Path:
     check_runtime_dir()  # the client does so too, but by then there is a run, which would end early
     folder = _run_folder(plan, in_job)
     if not settings().preload:
-        configure(preload=_preload(plan.config))
+        configure(preload=preload_modules(plan.config))
     if not settings().log_dir:
         configure(log_dir=str(folder / "logs"))
     with contextlib.nullcontext() if in_job else alone_in(folder), save_on_notice(_save):
@@ -225,7 +225,7 @@ def train_on_slurm(
         MonarchSlurmError: the job could not be submitted, or ended by something else than its own program.
     """
     check(plan)
-    os.environ.setdefault("MONARCH_SLURM_PRELOAD", _preload(plan.config))
+    os.environ.setdefault("MONARCH_SLURM_PRELOAD", preload_modules(plan.config))
     if arguments["container"] is not None:
         arguments = {**arguments, "container": _with_mounts(arguments["container"], plan)}
     job = SlurmJob({"hosts": nodes}, log_dir=plan.out, **arguments)
@@ -257,8 +257,8 @@ def _with_mounts(container: Container, plan: Plan) -> Container:
     return replace(container, mounts=(*container.mounts, *new))
 
 
-def _preload(config: TrainConfig) -> str:
-    """Return what a zygote imports for training.
+def preload_modules(config: TrainConfig) -> str:
+    """Return the modules that a zygote imports for training, separated by commas.
 
     The engine comes first: it quiets TorchFT, which reads its log level when it is imported.
     """

@@ -119,7 +119,7 @@ class Comm {
   std::string async_error();
   // Ends every running operation of this rank; later calls throw Aborted with `reason`. Safe from any thread.
   void abort(const std::string& reason);
-  // Waits for nothing: the caller has synchronized its streams.
+  // Waits for nothing: the caller has synchronized its streams. Aborts if a call is still running after a moment.
   void destroy();
 
  private:

@@ -213,7 +213,14 @@ void Comm::abort(const std::string& reason) {
 }
 
 void Comm::destroy() {
-  if (void* comm = end("the communicator was closed", false)) ccl_->check(ccl_->table().destroy(comm), "CommDestroy");
+  void* comm = end("the communicator was closed", false);
+  if (comm == nullptr) return;
+  // Only an abort may free what a call still uses.
+  if (in_use_ > 0) {
+    ccl_->table().abort(comm);
+  } else {
+    ccl_->check(ccl_->table().destroy(comm), "CommDestroy");
+  }
 }
 
 void* Comm::end(const std::string& reason, bool failed) {

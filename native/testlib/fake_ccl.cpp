@@ -19,6 +19,8 @@ namespace {
 
 constexpr int kUnhandled = 1, kInvalid = 4;
 
+std::atomic<int> waiting{0};  // calls that wait for other ranks
+
 // What the ranks of a communicator share. A round ends when each has posted its buffers and read what it wants.
 struct Group {
   explicit Group(int n) : size(n), posted(n) {}
@@ -45,7 +47,9 @@ struct Group {
       ++round;
       changed.notify_all();
     }
+    ++waiting;
     changed.wait(lock, [&] { return round != mine || (first && aborted); });
+    --waiting;
     if (round != mine) return 0;
     --arrived;
     return kUnhandled;
@@ -212,6 +216,7 @@ int reduce_to(void* comm, const void* send, void* recv, std::size_t count, int t
 
 extern "C" {
 void fake_ccl_set_background_error(int error) { background_error = error; }
+int fake_ccl_waiting() { return waiting; }
 int ncclGetVersion(int* version) { return *version = 22800, 0; }
 int ncclGetUniqueId(UniqueId* id) {
   static std::atomic<unsigned> next{1};

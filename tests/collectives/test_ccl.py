@@ -113,6 +113,31 @@ def test_an_abort_ends_what_waits(library: Path) -> None:
     assert on_ranks(library, 2, body) == ["rank 1 hangs", "never calls"]
 
 
+def test_a_communicator_that_is_destroyed_in_the_middle_of_a_call_is_aborted(library: Path, fake: Any) -> None:
+    kept = []  # one that is dropped is aborted
+
+    def body(comm: Any) -> str:
+        kept.append(comm)
+        if comm.rank == 1:
+            return "never calls"
+        tensor, errors = torch.ones(1), []
+
+        def call() -> None:
+            try:
+                comm.all_reduce(tensor.data_ptr(), tensor.data_ptr(), 1, FLOAT, SUM, 0)
+            except MonarchSlurmError as error:
+                errors.append(str(error))
+
+        calling = threading.Thread(target=call)
+        calling.start()
+        wait_until(fake.fake_ccl_waiting, "the call to wait for the other rank")
+        comm.destroy()
+        calling.join()
+        return str(errors[0])
+
+    assert on_ranks(library, 2, body) == ["the communicator was closed", "never calls"]
+
+
 def transport(library: Path) -> CclTransport:
     return CclTransport(on_ranks(library, 1, lambda comm: comm)[0], torch.device("cuda", 0))
 

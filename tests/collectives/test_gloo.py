@@ -187,6 +187,141 @@ def test_wrong_arguments_are_refused_and_harm_nothing() -> None:
         assert part in text
 
 
+def _wrong_types(comm: Communicator, _: Connection) -> list[tuple[str, str]]:
+    two = torch.ones(2)
+    wrong: dict[str, Callable[[], Any]] = {
+        "a tensor expected: all_reduce": lambda: comm.all_reduce(None),
+        "a tensor expected: reduce": lambda: comm.reduce([1.0]),
+        "a tensor expected: broadcast": lambda: comm.broadcast("x"),
+        "a tensor expected: all_gather": lambda: comm.all_gather(None, two),
+        "a tensor expected: all_gather source": lambda: comm.all_gather(two, None),
+        "a tensor expected: reduce_scatter": lambda: comm.reduce_scatter(None, two),
+        "a tensor expected: all_to_all": lambda: comm.all_to_all(None, None),
+        "a tensor expected: all_to_all source": lambda: comm.all_to_all(two, None),
+        "a tensor expected: gather": lambda: comm.gather(None, None),
+        "a tensor expected: scatter": lambda: comm.scatter(None, two),
+        "a tensor expected: send": lambda: comm.send(1.0, 1 - comm.rank),
+        "a tensor expected: recv": lambda: comm.recv(None, 1 - comm.rank),
+        "a rank: root of reduce": lambda: comm.reduce(two, "0"),
+        "a rank: root of broadcast": lambda: comm.broadcast(two, None),
+        "a rank: root of gather": lambda: comm.gather(None, two, 0.0),
+        "a rank: root of scatter": lambda: comm.scatter(two, None, [0]),
+        "a rank: peer of send": lambda: comm.send(two, None),
+        "a rank: peer of recv": lambda: comm.recv(two, torch.tensor(0)),
+        "reduction: a number": lambda: comm.all_reduce(two, 1),
+        "reduction: None": lambda: comm.reduce(two, 0, None),
+        "integers: None": lambda: comm.all_to_all_v(two, two, None, [1, 1]),
+        "integers: floats": lambda: comm.all_to_all_v(two, two, [1, 1], [1.0, 1.0]),
+        "numbers of at least 0: too few": lambda: comm.all_to_all_v(two, two, [], [1, 1]),
+        "ranks: groups": lambda: comm.split(None),
+        "ranks: groups of numbers": lambda: comm.split([0, 1]),
+        "a rank: groups of texts": lambda: comm.split([["0", "1"]]),
+        "ranks: leaving": lambda: comm.shrink(1),
+        "a rank: leaving": lambda: comm.shrink(["1"]),
+        "invitation: none": lambda: Communicator.join(None, 0, 1),
+        "a ProcMesh: none": lambda: Communicator.create(None),
+    }
+    texts = []
+    for what, call in wrong.items():
+        try:
+            call()
+        except (TypeError, ValueError) as error:
+            texts.append((what, str(error)))
+    comm.all_reduce(two).wait()
+    assert two.tolist() == [2.0, 2.0]
+    assert len(texts) == len(wrong)
+    return texts
+
+
+def test_arguments_of_a_wrong_type_are_named() -> None:
+    words = {
+        "a tensor expected": "torch.Tensor is needed",
+        "a rank": "a rank from 0 to 1 expected",
+        "reduction": "one of sum, prod, max, min, avg expected",
+        "integers": "a list of 2 integers expected",
+        "numbers of at least 0": "2 numbers of at least 0 expected",
+        "ranks": "ranks",
+        "invitation": "invitation is a NoneType",
+        "a ProcMesh": "a ProcMesh is expected",
+    }
+    for what, text in on_ranks(_wrong_types, 2)[0]:
+        assert words[what.partition(":")[0]] in text, what
+
+
+def _unlike_the_peers(comm: Communicator, _: Connection) -> list[str]:
+    rank, size = comm.rank, comm.size
+    odd = rank == 1  # this rank alone does another thing
+    n = 4 if odd else 3
+    dtype = torch.float64 if odd else torch.float32
+    whole = torch.ones(size * n)
+    calls: list[Callable[[], Any]] = [
+        lambda: comm.all_reduce(torch.ones(n)),
+        lambda: comm.all_reduce(torch.ones(3, dtype=dtype)),
+        lambda: comm.all_reduce(torch.ones(3), "max" if odd else "sum"),
+        lambda: comm.all_reduce(torch.ones(n), "avg"),
+        lambda: comm.reduce(torch.ones(n), 0),
+        lambda: comm.reduce(torch.ones(3), rank),
+        lambda: comm.broadcast(torch.ones(n), 1),
+        lambda: comm.broadcast(torch.ones(3), 1 if odd else 0),
+        lambda: comm.all_gather(whole, torch.ones(n)),
+        lambda: comm.reduce_scatter(torch.ones(n), whole),
+        lambda: comm.all_to_all(whole, torch.ones(size * n)),
+        lambda: comm.all_to_all_v(whole, torch.ones(size * n), [n] * size, [n] * size),
+        lambda: comm.gather(torch.ones(size * n) if rank == 0 else None, torch.ones(n)),
+        lambda: comm.scatter(torch.ones(n), torch.ones(size * n) if rank == 0 else None),
+        lambda: comm.barrier() if odd else comm.all_reduce(torch.ones(3)),
+        lambda: comm.all_gather(whole, torch.ones(n)) if odd else comm.broadcast(torch.ones(3)),
+    ]
+    texts = []
+    for call in calls:
+        with pytest.raises(CollectiveError) as caught:
+            call().wait(DEADLINE_S)
+        texts.append(str(caught.value))
+        ones = torch.ones(2)
+        comm.all_reduce(ones).wait(DEADLINE_S)  # the communicator is unharmed
+        assert ones.tolist() == [size] * 2
+    return texts
+
+
+def test_ranks_that_do_not_do_the_same_are_named_and_nothing_is_harmed() -> None:
+    every = on_ranks(_unlike_the_peers, 3)
+    assert every[0] == every[1] == every[2]
+    assert all("rank 1" in text or "to rank" in text for text in every[0])
+    assert "rank 0 calls all_reduce of 3 elements of float32 (sum), rank 1 calls all_reduce of 4" in every[0][0]
+
+
+def _unlike_the_sender(comm: Communicator, _: Connection) -> list[str]:
+    peer, texts = 1 - comm.rank, []
+    sent = torch.arange(1000.0)
+    for received in (torch.zeros(10), torch.zeros(5000), torch.zeros(1000, dtype=torch.int32)):
+        if comm.rank == 0:
+            comm.send(sent, peer).wait(DEADLINE_S)
+        else:
+            with pytest.raises(CollectiveError) as caught:
+                comm.recv(received, peer).wait(DEADLINE_S)
+            texts.append(str(caught.value))
+            assert not received.any()
+        with comm.group():
+            works = comm.send(sent, peer), comm.recv(received, peer)
+        for work in works:
+            with pytest.raises(CollectiveError, match="elements of float32 to rank"):
+                work.wait(DEADLINE_S)
+    exchanged = torch.zeros(1000)
+    with comm.group():
+        works = comm.recv(exchanged, peer), comm.send(sent, peer)
+    for work in works:
+        work.wait(DEADLINE_S)
+    assert exchanged.tolist() == sent.tolist()
+    return texts
+
+
+def test_a_receiver_that_expects_another_size_is_told_and_nothing_is_harmed() -> None:
+    texts = on_ranks(_unlike_the_sender, 2)[1]
+    assert texts[0].startswith("rank 0 sends 1000 elements of float32 to rank 1, which expects 10 of float32")
+    assert "expects 5000 of float32" in texts[1]
+    assert "expects 1000 of int32" in texts[2]
+
+
 def _wait_for_the_dead(comm: Communicator, pipe: Connection) -> list[Any]:
     comm.barrier().wait()
     pipe.send(("result", os.getpid()))

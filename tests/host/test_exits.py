@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from monarch_slurm.host import HostDown, ProcDown
-from monarch_slurm.host.exits import describe_exit, explain_exit
+from monarch_slurm.host.exits import describe_exit, explain_exit, signal_name
 
 
 @pytest.mark.parametrize(
@@ -41,3 +41,10 @@ def test_reports_name_everything() -> None:
     lost = HostDown("n1#a", "n1", "cut off", 1.0)
     assert lost.describe() == "the host this actor was running on failed: n1: cut off"
     assert HostDown(**lost.to_fields()) == lost
+
+
+def test_every_signal_has_a_name() -> None:
+    assert signal_name(9) == "SIGKILL"
+    assert signal_name(signal.SIGRTMIN + 7) == "SIGRTMIN+7"
+    assert all(signal_name(number) for number in range(1, 65))
+    assert signal_name(200) == "signal 200"

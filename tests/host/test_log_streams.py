@@ -91,6 +91,21 @@ def test_a_client_that_does_not_read_makes_nobody_wait(sent: Sent, is_clients_ou
     assert sent.lines()[-1] == "again"
 
 
+def test_lines_that_were_left_out_are_reported_even_if_nothing_follows(sent: Sent) -> None:
+    loop = Loop()
+    streams = LogStreams(loop, AGENT, "n1", sent.append, lambda: None, is_clients_output=False)
+    streams.set_option(option())
+    line = "x" * 1024
+    for _ in range(MAX_BYTES_ON_THE_WAY // len(line) + 1):
+        streams.take(SPEC, 1, line)
+    streams.flush()
+    before = len(sent)
+    streams.take(SPEC, 1, "lost")
+    streams.acknowledged(Message("log_ack", AGENT, CONTROLLER, {"bytes": MAX_BYTES_ON_THE_WAY}))
+    loop.run_until(lambda: len(sent) > before)
+    assert sent[-1].fields["left_out"] == 1
+
+
 def test_the_level_is_told_now_and_to_a_proc_of_that_name_that_comes_later(streams: LogStreams, sent: Sent) -> None:
     streams.set_option(option(level=10))
     assert (sent[0].kind, sent[0].dst, sent[0].fields) == ("log_level", Address("n1#1", "w.0"), {"level": 10})

@@ -82,6 +82,26 @@ def test_writing_never_waits_and_what_is_left_out_is_counted() -> None:
     assert lines.count(line) + left_out == count
 
 
+def test_each_file_hears_of_its_lost_lines_even_if_nothing_follows(tmp_path: Path) -> None:
+    output = Output()
+    read_end, write_end = os.pipe()
+    quiet = output.open(tmp_path / "quiet")
+    line = "x" * 100_000
+    for _ in range(MAX_WAITING_BYTES // len(line) + 2):
+        output.write(write_end, line)
+    output.write(quiet, "lost")
+    output.write(quiet, "lost, too")
+    reading = threading.Thread(target=lambda: [None for _ in iter(lambda: os.read(read_end, 1 << 20), b"")])
+    reading.start()
+    output.flush(DEADLINE)
+    output.close(write_end)
+    output.close(quiet)
+    reading.join(DEADLINE)
+    os.close(read_end)
+    output.flush(DEADLINE)
+    assert (tmp_path / "quiet").read_text() == "[2 lines were left out here: nobody read them in time]\n"
+
+
 def test_a_reader_that_is_gone_costs_nobody_else_anything(tmp_path: Path) -> None:
     output = Output()
     read_end, write_end = os.pipe()
