@@ -212,7 +212,7 @@ def perftest(tool: str, size: int, messages: int) -> float:
 
 def verbs(runs: int) -> list[dict[str, Any]]:
     size, messages = 16 * MIB, 5
-    configure(host_join_timeout=300.0, proc_start_timeout=300.0)  # an emulated machine takes its time
+    configure(host_spawn_ready_timeout=300.0, proc_start_timeout=300.0)  # an emulated machine takes its time
     owner, user = pair("ibverbs")
     buffer = owner.make.call_one(size, False).get()
     rows = []

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from monarch_slurm.durations import format_duration, parse_duration
 from monarch_slurm.errors import ConfigError
-from monarch_slurm.monarch_keys import ALIASES, DURATIONS, NUMBERS_OR_NONE, VALUES, Encoding
+from monarch_slurm.monarch_keys import ALIASES, DURATIONS, NOT_ZERO, NUMBERS_OR_NONE, VALUES, Encoding
 from monarch_slurm.transport import BindSpec
 
 __all__ = [
@@ -54,13 +54,15 @@ class _Settings:
     """A host is dead after this many intervals of silence."""
     mesh_orphan_timeout: Seconds | None = 60.0
     """Seconds that an agent keeps its procs when it hears nothing from the controller: the lease. None: for ever."""
+    host_spawn_ready_timeout: Seconds = 30.0
+    """Seconds that the host agent of this machine, or of a worker that has accepted, may take to join."""
     host_join_timeout: Seconds = 60.0
-    """Seconds that host agents may take to join: the local one, those of a job, workers that have accepted."""
-    proc_start_timeout: Seconds = 60.0
+    """Seconds that the host agents of a job may take to join: all its nodes start Python from one file system."""
+    proc_start_timeout: Seconds = 30.0
     """Seconds that a spawned proc may take to report; loading a zygote's preloaded modules does not count."""
     preload_timeout: Seconds = 300.0
     """Seconds that a zygote may take to import what it preloads; then procs import it themselves."""
-    process_exit_timeout: Seconds = 5.0
+    process_exit_timeout: Seconds = 10.0
     """Seconds that a stopped proc may take to end before it is killed."""
     stop_actor_timeout: Seconds = 10.0
     """Seconds that a stopped actor may take to end, with all that was sent to it before, before it is interrupted."""
@@ -186,10 +188,10 @@ _MAY_BE_ZERO = {"direct_link_after", "stderr_tail_lines", "rdma_registration_cac
 
 def _checked(name: str, given: Any, where: str) -> Any:
     value = _KEYS[name].check(str(BindSpec.of(given)) if name == "default_transport" else given, where)
-    if name in _ACTING and type(value) in (int, float):
-        lowest = 0 if name in _MAY_BE_ZERO else math.ulp(0.0)
-        if not (lowest <= value < math.inf):
-            raise ConfigError(f"{where}: a finite number {'of 0 or more' if lowest == 0 else 'above 0'} expected")
+    if type(value) is int or (name in _ACTING and type(value) is float):
+        may_be_zero = name in _MAY_BE_ZERO if name in _ACTING else name not in NOT_ZERO
+        if not (0 <= value < math.inf) or (value == 0 and not may_be_zero):
+            raise ConfigError(f"{where}: a finite number {'of 0 or more' if may_be_zero else 'above 0'} expected")
     return value
 
 

@@ -18,7 +18,6 @@ class Encoding(enum.Enum):
 
 ALIASES = {
     "codec_max_frame_length": "max_frame_length",
-    "host_spawn_ready_timeout": "host_join_timeout",
     "mesh_proc_spawn_max_idle": "proc_start_timeout",
 }
 """Monarch's name of a setting: the one that it has here."""
@@ -102,3 +101,6 @@ VALUES: dict[str, Any] = {
 
 NUMBERS_OR_NONE = ("tokio_worker_threads", "rdma_max_nics_per_buffer")
 """Those that are a number or None, which is the default."""
+
+NOT_ZERO = ("tokio_worker_threads", "rdma_max_nics_per_buffer", "rdma_qps_per_cq", "rdma_min_stripe_size_kb")
+"""Numbers that must be 1 or more. The others may be 0, and none may be negative."""

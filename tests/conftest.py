@@ -19,6 +19,8 @@ import monarch_slurm.actor as public
 from monarch_slurm.actor import MeshFailure
 
 os.environ["MONARCH_SLURM_NATIVE_STRICT"] = "1"
+# Records of this process have no prefix, whichever test was first to use the client.
+public.config.prefix_python_logs_with_actor = False
 # What else runs on this machine is no test's business. Short, for sockets.
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="mt-", dir="/tmp")
 # A script that runs this in the background has it ignore Ctrl-C, and with it the programs whose Ctrl-C is tested.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import re
 import warnings
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from monarch_slurm.config import (
     warn_of_unknown_variables,
 )
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
+from monarch_slurm.monarch_keys import NOT_ZERO, VALUES
 from monarch_slurm.transport import BindSpec, ChannelTransport
 
 
@@ -172,3 +174,30 @@ def test_every_variable_of_this_package_is_known(monkeypatch: pytest.MonkeyPatch
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_unknown_variables()
+
+
+OTHER_DEFAULTS = {"rdma_max_chunk_size_mb": 4}
+"""Settings whose defaults are deliberately not Monarch's; `site/monarch.md` says why."""
+
+
+@pytest.mark.parametrize("line", (REPOSITORY / "tests/monarch_defaults.txt").read_text().splitlines())
+def test_defaults_are_those_recorded_from_monarch(line: str) -> None:
+    name, _, text = line.partition(" ")
+    ours = get_global_config()[name]
+    if isinstance(ours, BindSpec | Encoding):
+        ours = str(ours) if isinstance(ours, BindSpec) else ours.name
+    assert ours == OTHER_DEFAULTS.get(name, ast.literal_eval(text))
+
+
+@pytest.mark.parametrize("name", NOT_ZERO)
+def test_numbers_that_must_be_above_0(name: str) -> None:
+    configure(**{name: 1})
+    for number in (0, -1):
+        with pytest.raises(ConfigError, match=f"setting '{name}'={number}: a finite number above 0 expected"):
+            configure(**{name: number})
+
+
+@pytest.mark.parametrize("name", [name for name, value in VALUES.items() if type(value) is int])
+def test_no_number_may_be_negative(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"setting '{name}'=-1: a finite number"):
+        configure(**{name: -1})

@@ -8,8 +8,11 @@ from typing import Any
 
 from monarch_slurm.actor.errors import MeshFailure
 from monarch_slurm.actor.mesh_trait import MeshTrait
+from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.actor.shape import Shape
 from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
+
+_NO_MESH = "an actor is no mesh; slice the mesh that spawn() returned"
 
 
 class Actor(MeshTrait):
@@ -45,11 +48,15 @@ class Actor(MeshTrait):
     __cleanup__._monarch_doc_stub = True  # type: ignore[attr-defined]
 
     @property
-    def _shape(self) -> Shape:
-        raise NotImplementedError("an actor is no mesh; slice the mesh that spawn() returned")
+    def _ndslice(self) -> Slice:
+        raise NotImplementedError(_NO_MESH)
+
+    @property
+    def _labels(self) -> tuple[str, ...]:
+        raise NotImplementedError(_NO_MESH)
 
     def _new_with_shape(self, shape: Shape) -> Any:
-        raise NotImplementedError("an actor is no mesh; slice the mesh that spawn() returned")
+        raise NotImplementedError(_NO_MESH)
 
     @property
     def initialized(self) -> Any:

@@ -10,17 +10,17 @@ from monarch_slurm.actor.context import context
 from monarch_slurm.actor.endpoint import Endpoint, EndpointProperty, NotAnEndpoint, endpoints_of
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.layout import ActorRef
-from monarch_slurm.actor.mesh_trait import MeshTrait
+from monarch_slurm.actor.mesh_trait import ShapedMesh
 from monarch_slurm.actor.shape import Shape
 from monarch_slurm.config import settings
 
 A = TypeVar("A")
 
 
-class ActorMesh(MeshTrait, Generic[A]):
+class ActorMesh(ShapedMesh, Generic[A]):
     """Actors of one class, one per proc. Its endpoints are attributes; slices share the actors. It can be pickled."""
 
-    def __init__(self, actor_class: type[A], ref: ActorRef, shape: Shape, ready: Future[bool] | None = None) -> None:
+    def __init__(self, actor_class: type[A], ref: ActorRef, shape: Shape, ready: Future[None] | None = None) -> None:
         self._class = actor_class
         self._ref = ref
         self._mesh_shape = shape
@@ -43,8 +43,8 @@ class ActorMesh(MeshTrait, Generic[A]):
         return Future._of(self._ref.mesh)
 
     @property
-    def initialized(self) -> Future[bool]:
-        """Resolves when every actor's ``__init__`` is through; raises `SupervisionError` when one failed.
+    def initialized(self) -> Future[None]:
+        """Resolves to None when every actor's ``__init__`` is through; raises `SupervisionError` when one failed.
 
         Raises:
             RuntimeError: this is a reference that came from another process.

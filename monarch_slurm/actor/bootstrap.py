@@ -11,7 +11,7 @@ from monarch_slurm.actor.shape import Point
 from monarch_slurm.host.proc import ENTRY_ARGUMENTS
 
 
-@dataclass(frozen=True)
+@dataclass
 class BootstrapCommand:
     """A command that runs a proc. It must hand its environment and open files on to the Python program in it.
 
@@ -27,7 +27,7 @@ class BootstrapCommand:
 
     program: str
     arg0: str | None = None
-    args: Sequence[str] = ()
+    args: Sequence[str] = field(default_factory=list)
     env: Mapping[str, str | None] = field(default_factory=dict)
     inherit_env: bool = True
 
@@ -42,7 +42,7 @@ Bootstrap = BootstrapCommand | Callable[[Point], BootstrapCommand]
 
 def default_bootstrap_cmd() -> BootstrapCommand:
     """Return the command that runs a proc with this program's Python."""
-    return BootstrapCommand(sys.executable, None, ENTRY_ARGUMENTS)
+    return BootstrapCommand(sys.executable, None, list(ENTRY_ARGUMENTS))
 
 
 def command_fields(command: Bootstrap | None, python: str, point: Point) -> dict[str, object]:

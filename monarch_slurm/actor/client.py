@@ -30,6 +30,7 @@ from monarch_slurm.actor.forks import not_in_forks
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.layout import ProcLayout
 from monarch_slurm.actor.local_host import LocalHost
+from monarch_slurm.actor.log_prefix import prefix_log_records
 from monarch_slurm.actor.log_printer import LogPrinter
 from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.actor.shape import Extent, Point, Shape
@@ -117,6 +118,7 @@ class Client:
         self._log_printer = LogPrinter(self._send, lambda: bool(get_global_config()["prefix_with_rank"]))
         self.runtime.print_logs = self._log_printer.flush
         register_stacks()
+        prefix_log_records()
         self.desk = DebugDesk(self._send, self._watch_stops)
         self._debugging = Debugging(self.runtime)
         self._debugging.install()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from monarch_slurm.actor.errors import MeshFailure
-from monarch_slurm.actor.ids import ROOT, ActorAddr, actor_uid, proc_id
+from monarch_slurm.actor.ids import CLIENT, ActorAddr, actor_uid, proc_id
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.actor.shape import Extent, Point, Shape
@@ -84,7 +84,7 @@ class Instance:
     def actor_id(self) -> ActorAddr:
         """Unique name of this actor, with its proc and host."""
         host, proc = self.runtime.address
-        return ActorAddr(actor_uid(self.ref.mesh) if self.ref else ROOT, proc_id(proc), host)
+        return ActorAddr(actor_uid(self.ref.mesh) if self.ref else CLIENT, proc_id(proc), host)
 
     @property
     def proc_id(self) -> str:
@@ -140,6 +140,8 @@ class Context:
 
 
 _current: contextvars.ContextVar[Context | None] = contextvars.ContextVar("monarch_slurm_context", default=None)
+"""That of the running actor; on threads of the program that have called `context`, that of the client."""
+
 _boot_client: Callable[[], Instance] | None = None
 _proc_runtime: Runtime | None = None
 _make_proc_mesh: Callable[[ProcLayout, Shape], ProcMesh] | None = None
@@ -187,23 +189,34 @@ def set_children_maker(make: Callable[[Instance], list[ActorMesh[Any] | ProcMesh
 
 def current_instance() -> Instance | None:
     """Return the running actor, or None outside of any; starts nothing."""
-    current = _current.get()
+    current = current_context()
     return current.actor_instance if current is not None else None
 
 
 def context() -> Context:
     """Return the context of the running actor; outside of any, that of the client, which starts with the first call."""
-    current = _current.get()
+    current = current_context()
     if current is None:
         if _boot_client is None:
             raise RuntimeError("this thread belongs to no actor; pass what you need from the endpoint that started it")
-        current = Context(_boot_client(), _NOWHERE)
+        client = _boot_client()  # raises where the client that this thread has used cannot be used any more
+        current = _current.get()
+        if current is None or current.actor_instance is not client:
+            current = Context(client, _NOWHERE)
+            _current.set(current)
     return current
 
 
 def current_context() -> Context | None:
     """Return the context of the running actor; None outside of any."""
-    return _current.get()
+    current = _current.get()
+    return None if current is None or current.actor_instance.ref is None else current
+
+
+def acting_instance() -> Instance | None:
+    """Return the running actor, or the client on threads of the program that have called `context`; starts nothing."""
+    current = _current.get()
+    return current.actor_instance if current is not None else None
 
 
 def current_rank() -> Point:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,9 +15,10 @@ from monarch_slurm.actor.code_sync.sync import Copies, sync_workspace
 from monarch_slurm.actor.context import context
 from monarch_slurm.actor.errors import SupervisionError
 from monarch_slurm.actor.future import Future
+from monarch_slurm.actor.hosts_handle import HostsHandle, handle_of
 from monarch_slurm.actor.layout import ProcLayout
 from monarch_slurm.actor.log_options import set_logging
-from monarch_slurm.actor.mesh_trait import MeshTrait
+from monarch_slurm.actor.mesh_trait import ShapedMesh
 from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.actor.owned import OwnedProcs
 from monarch_slurm.actor.per_host import bind_fields, check_sizes
@@ -31,7 +32,7 @@ from monarch_slurm.wire import AGENT, Address, Message, dumps, loads
 PROC_ENTRY = "monarch_slurm.actor.proc_main:main"
 
 
-class HostMesh(MeshTrait):
+class HostMesh(ShapedMesh):
     """Hosts, each with an agent that spawns procs. Slices and pickled copies are references to the same hosts."""
 
     def __init__(
@@ -41,28 +42,34 @@ class HostMesh(MeshTrait):
         owned: bool,
         python: str = "",
         ready: Future[bool] | None = None,
-        let_go: Callable[[], None] | None = None,
+        handle: HostsHandle | None = None,
     ) -> None:
         self._hosts = hosts
         self._mesh_shape = shape
         self._owned = owned
         self._python = python
         self._ready = ready
-        self._let_go = let_go
-        """Set if other programs may have the hosts after this one: called when this one has no more use for them."""
-        self._ended = ""
+        self._handle = handle or HostsHandle()
         self._copies: dict[str, Copies] = {}
 
     @classmethod
-    def _reference(cls, hosts: tuple[str, ...], shape: Shape, python: str = "") -> HostMesh:
-        return cls(hosts, shape, owned=False, python=python)
+    def _reference(cls, hosts: tuple[str, ...], shape: Shape, python: str = "", key: str = "") -> HostMesh:
+        return cls(hosts, shape, owned=False, python=python, handle=handle_of(key) if key else None)
+
+    def _again(self) -> HostMesh:
+        """Return a further mesh of the same hosts: `stop` of one leaves the procs of the other alone."""
+        mesh = HostMesh(
+            self._hosts, self._mesh_shape, self._owned, self._python, self._ready, HostsHandle(same_hosts=self._handle)
+        )
+        mesh._copies = self._copies
+        return mesh
 
     @property
     def _shape(self) -> Shape:
         return self._mesh_shape
 
     def _new_with_shape(self, shape: Shape) -> HostMesh:
-        mesh = HostMesh(self._hosts, shape, owned=False, python=self._python, ready=self._ready)
+        mesh = HostMesh(self._hosts, shape, owned=False, python=self._python, ready=self._ready, handle=self._handle)
         mesh._copies = self._copies
         return mesh
 
@@ -72,9 +79,8 @@ class HostMesh(MeshTrait):
         Such procs are not forked from the zygote, so each imports by itself what it needs. That Python must be able to
         import this package.
         """
-        mesh = HostMesh(
-            self._hosts, self._mesh_shape, owned=False, python=os.fspath(python_executable), ready=self._ready
-        )
+        python = os.fspath(python_executable)
+        mesh = HostMesh(self._hosts, self._mesh_shape, False, python, self._ready, self._handle)
         mesh._copies = self._copies
         return mesh
 
@@ -174,7 +180,7 @@ class HostMesh(MeshTrait):
         count = len(shape)
         points = (Point(rank, shape.extent) for rank in range(count))
         commands = [command_fields(bootstrap_command, self._python, point) for point in points]
-        runtime.own_procs(OwnedProcs(layout, shape, name or "anon", owner, set(range(count))))
+        runtime.own_procs(OwnedProcs(layout, shape, name or "anon", owner, set(range(count)), self._handle))
         ready: Future[bool] = Future._pending()
         one_started = CountDown(count, lambda: ready._resolve(lambda: True))
         ready._what = lambda: f"the start of procs {name or 'anon'!r}: {one_started.left} of {count} have not reported"
@@ -275,45 +281,57 @@ class HostMesh(MeshTrait):
         have ended.
 
         Raises:
-            RuntimeError: this mesh is a slice or came from elsewhere; only its maker may end the hosts.
+            RuntimeError: they have been shut down already, or this mesh is a slice or came from elsewhere; only its
+                maker may end the hosts.
         """
         self._check_owned("shut down")
-        return self._end_agents("shut down", release=False)
+        self._check_usable()
+        self._handle.shut_down()
+        return self._end_agents(self._now_at(), release=False)
 
     def stop(self) -> Future[None]:
-        """End the procs that this program has on these hosts, and leave the hosts. Resolves when the procs are gone.
+        """End the procs that were spawned through this mesh, its slices or its copies, and leave the hosts. Resolves
+        when the procs are gone. Procs that were spawned through another mesh of the same hosts are left alone: each
+        call of ``state()`` and `attach_to_workers` returns a mesh of its own.
 
         Workers that were attached to can be attached to again, by this program or another; this mesh cannot be used any
-        more. Hosts of a job stay those of this program, and their mesh usable.
+        more. Hosts of a job stay those of this program, and their mesh usable. Stopping again is harmless.
 
         Raises:
-            RuntimeError: this mesh is a slice or came from elsewhere.
+            RuntimeError: the hosts have been shut down, or this mesh is a slice or came from elsewhere.
         """
         self._check_owned("stop")
-        if self._let_go is not None:
-            return self._end_agents("stopped", release=True)
+        if self._handle.stopped:
+            return Future._of(None)
+        self._check_usable()
         runtime = context().actor_instance.runtime
-        here = set().union(*(runtime.places.standing_for(host) for host in self._now_at()))
-        parts = [(mesh.layout, mesh.alive & mesh.layout.ranks_on(here)) for mesh in list(runtime.owned.procs.values())]
+        free: Sequence[str] = ()
+        if self._handle.release is not None:
+            self._handle.stopped = True
+            free = self._handle.release(self._handle, False)
+        busy = [host for host in self._now_at() if host not in free]
+        here = set().union(*(runtime.places.standing_for(host) for host in busy))
+        mine = [mesh for mesh in list(runtime.owned.procs.values()) if mesh.hosts is self._handle]
+        parts = [(mesh.layout, mesh.alive & mesh.layout.ranks_on(here)) for mesh in mine]
         future: Future[None] = Future._pending()
         future._what = f"stop() of {self!r}"
-        one_ended = CountDown(len(parts), lambda: future._resolve(lambda: None))
+        one_ended = CountDown(len(parts) + 1, lambda: future._resolve(lambda: None))
         for layout, ranks in parts:
             runtime.stop_procs(layout, ranks, settings().process_exit_timeout, one_ended)
+        self._end_agents(free, release=True)._on_done(one_ended)
         return future
 
-    def _end_agents(self, how: str, release: bool) -> Future[None]:
-        self._ended = how
+    def _end_agents(self, hosts: Sequence[str], release: bool) -> Future[None]:
         runtime = context().actor_instance.runtime
         future: Future[None] = Future._pending()
-        hosts = self._now_at()
+        future._what = f"the end of {len(hosts)} hosts"
         one_ended = CountDown(len(hosts), lambda: future._resolve(lambda: None))
         for host in hosts:
             runtime.expect_end_of_host(host, one_ended)
             fields = {"timeout": settings().mesh_terminate_timeout, "release": release}
             runtime.send(Message("shutdown", Address(host, AGENT), runtime.address, fields))
-        if self._let_go is not None:
-            self._let_go()
+        if not release and self._handle.release is not None:
+            self._handle.release(self._handle, True)
         return future
 
     def _check_owned(self, what: str) -> None:
@@ -321,25 +339,27 @@ class HostMesh(MeshTrait):
             raise RuntimeError(f"cannot {what} hosts through a slice of their mesh or one that was sent here")
 
     def _check_usable(self) -> None:
-        if self._ended:
-            raise RuntimeError(f"HostMesh has already been {self._ended}")
+        if self._handle.ended:
+            raise RuntimeError(f"HostMesh has already been {self._handle.ended}")
 
     async def __aenter__(self) -> HostMesh:
         self._check_usable()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.shutdown()
+        if not self._handle.ended:
+            await self.shutdown()
 
     def __enter__(self) -> HostMesh:
         self._check_usable()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.shutdown().get()
+        if not self._handle.ended:
+            self.shutdown().get()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HostMesh._reference, (self._hosts, self._mesh_shape, self._python)
+        return HostMesh._reference, (self._hosts, self._mesh_shape, self._python, self._handle.key)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HostMesh) and (self._hosts, self._mesh_shape) == (other._hosts, other._mesh_shape)

@@ -145,13 +145,14 @@ class ActorAddr:
     @property
     def is_root(self) -> bool:
         """Whether it is the client."""
-        return self.uid == ROOT
+        return self.uid == CLIENT
 
     def __str__(self) -> str:
         return f"{self.uid}.{self.proc_id}@{self.addr}"
 
 
-ROOT = Uid.singleton("root")
+CLIENT = Uid.singleton("client")
+"""The program's own actor, the root of the supervision tree."""
 
 
 def actor_uid(mesh: str) -> Uid:

@@ -71,12 +71,12 @@ class LocalHost:
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         self._loop.watch_process(process.pid, lambda: self._agent_ended(process.wait()))
         if not self._agent_pid:
-            self._patience = self._loop.call_later(settings().host_join_timeout, self._too_slow)
+            self._patience = self._loop.call_later(settings().host_spawn_ready_timeout, self._too_slow)
 
     def _too_slow(self) -> None:
         cause = (
             f"its agent (pid {self._process.pid if self._process else 0}) did not join within "
-            f"{settings().host_join_timeout:g} s (setting host_join_timeout); what it printed may tell why"
+            f"{settings().host_spawn_ready_timeout:g} s (setting host_spawn_ready_timeout); its output may tell why"
         )
         self._hub.give_up(self.id, self.name, cause)
         self._kill()

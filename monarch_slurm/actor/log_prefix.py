@@ -6,11 +6,12 @@ import logging
 from typing import Any
 
 from monarch_slurm.actor import config
-from monarch_slurm.actor.context import current_instance
+from monarch_slurm.actor.context import acting_instance
 
 
 def prefix_log_records() -> None:
-    """Let every log record that an actor of this process makes begin with its name, and have it as ``actor_prefix``.
+    """Let every log record that an actor of this process makes begin with its name, and have it as ``actor_prefix``. So
+    do records of the program's threads that have called `context`, with ``<root>``.
 
     Empty messages stay empty: torch's structured logging needs them so.
     """
@@ -18,7 +19,7 @@ def prefix_log_records() -> None:
 
     def make_prefixed(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
-        actor = current_instance()
+        actor = acting_instance()
         prefix = f"[actor={actor}] " if actor is not None else ""
         record.__dict__["actor_prefix"] = prefix
         if prefix and record.msg and config.prefix_python_logs_with_actor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, SupportsIndex
 
@@ -11,23 +12,25 @@ from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.actor.shape import Extent, Shape
 
 
-class MeshTrait:
-    """Slicing and reshaping, for anything that has a `Shape`. Every method returns a view; nothing moves."""
+class MeshTrait(ABC):
+    """Slicing and reshaping, for anything that has labelled ranks. Every method returns a view; nothing moves.
+
+    A subclass gives ``_ndslice``, ``_labels`` and ``_new_with_shape``. No other attribute of it is looked at.
+    """
 
     @property
-    def _shape(self) -> Shape:
-        raise NotImplementedError
-
-    def _new_with_shape(self, shape: Shape) -> Any:
-        raise NotImplementedError
-
-    @property
+    @abstractmethod
     def _ndslice(self) -> Slice:
-        return self._shape.ndslice
+        """The ranks."""
 
     @property
+    @abstractmethod
     def _labels(self) -> tuple[str, ...]:
-        return tuple(self._shape.labels)
+        """Names of the dimensions."""
+
+    @abstractmethod
+    def _new_with_shape(self, shape: Shape) -> Any:
+        """Return a view of the ranks of ``shape``."""
 
     def slice(self, **kwargs: SupportsIndex | slice) -> Any:
         """Return the part of the mesh at the given coordinates; an int drops its dimension, a slice keeps it.
@@ -37,7 +40,7 @@ class MeshTrait:
             IndexError: an int is negative or too large.
             ValueError: a slice selects nothing.
         """
-        shape = self._shape
+        shape = Shape(self._labels, self._ndslice)
         for label, part in kwargs.items():
             if isinstance(part, SupportsIndex):
                 shape = shape.at(label, operator.index(part))
@@ -56,7 +59,7 @@ class MeshTrait:
         """
         splits = {label: names for label, names in kwargs.items() if not isinstance(names, int)}
         given = {name: size for name, size in kwargs.items() if isinstance(size, int)}
-        extent = self._shape.extent
+        extent = self.extent
         for label, names in splits.items():
             if isinstance(names, str):
                 raise ValueError(f"expected a sequence of dimensions, but got {names!r} for {label!r}")  # noqa: TRY004 - what Monarch raises
@@ -103,7 +106,7 @@ class MeshTrait:
         Raises:
             KeyError: there is no such dimension.
         """
-        extent = self._shape.extent
+        extent = self.extent
         if dim is None:
             return extent.nelements
         if isinstance(dim, str):
@@ -113,15 +116,32 @@ class MeshTrait:
     @property
     def sizes(self) -> dict[str, int]:
         """Size of each dimension."""
-        return dict(self._shape.extent)
+        return dict(self.extent)
 
     @property
     def extent(self) -> Extent:
         """Labels and sizes."""
-        return self._shape.extent
+        return Extent(self._labels, self._ndslice.sizes)
 
     def __len__(self) -> int:
-        return len(self._shape)
+        return len(self._ndslice)
+
+
+class ShapedMesh(MeshTrait):
+    """A mesh that has its labels and ranks as one `Shape`."""
+
+    @property
+    @abstractmethod
+    def _shape(self) -> Shape:
+        """Labels and ranks."""
+
+    @property
+    def _ndslice(self) -> Slice:
+        return self._shape.ndslice
+
+    @property
+    def _labels(self) -> tuple[str, ...]:
+        return tuple(self._shape.labels)
 
 
 def _sizes_of(label: str, size: int, names: Sequence[str], given: dict[str, int]) -> list[int]:

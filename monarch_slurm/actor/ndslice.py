@@ -8,6 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 
+class OutOfRangeError(IndexError, OverflowError, ValueError):
+    """A rank, an index or a coordinate is negative or too large.
+
+    Monarch raises one or another of the three for this. Each of them catches it here.
+    """
+
+
 class Slice:
     """A strided view of ranks: coordinate ``c`` is rank ``offset + sum(c[i] * strides[i])``.
 
@@ -15,6 +22,10 @@ class Slice:
         offset: rank of the first element.
         sizes: length of each dimension.
         strides: ranks between neighbours in each dimension.
+
+    Raises:
+        ValueError: the numbers of sizes and strides differ.
+        OutOfRangeError: a number is negative.
     """
 
     __slots__ = ("_offset", "_sizes", "_strides")
@@ -22,6 +33,8 @@ class Slice:
     def __init__(self, *, offset: int, sizes: Sequence[int], strides: Sequence[int]) -> None:
         if len(sizes) != len(strides):
             raise ValueError(f"{len(sizes)} sizes and {len(strides)} strides")
+        if min((offset, *sizes, *strides)) < 0:
+            raise OutOfRangeError(f"offset {offset}, sizes {list(sizes)}, strides {list(strides)}: 0 or more expected")
         self._offset = offset
         self._sizes = tuple(sizes)
         self._strides = tuple(strides)
@@ -76,10 +89,10 @@ class Slice:
         """Return the rank at ``coordinates``.
 
         Raises:
-            IndexError: outside of the slice.
+            OutOfRangeError: they are outside of the slice.
         """
         if len(coordinates) != self.ndim or any(not 0 <= c < n for c, n in zip(coordinates, self._sizes, strict=True)):
-            raise IndexError(f"coordinates {list(coordinates)} are outside of sizes {self.sizes}")
+            raise OutOfRangeError(f"coordinates {list(coordinates)} are outside of sizes {self.sizes}")
         return self._offset + sum(c * s for c, s in zip(coordinates, self._strides, strict=True))
 
     def coordinates(self, value: int) -> list[int]:
@@ -106,9 +119,13 @@ class Slice:
         return place
 
     def get(self, index: int) -> int:
-        """Return the rank at place ``index`` in row-major order over this slice."""
+        """Return the rank at place ``index`` in row-major order over this slice.
+
+        Raises:
+            OutOfRangeError: there is no such place.
+        """
         if not 0 <= index < len(self):
-            raise IndexError(f"index {index} is outside of {len(self)} elements")
+            raise OutOfRangeError(f"index {index} is outside of {len(self)} elements")
         rank = self._offset
         for n, s in zip(reversed(self._sizes), reversed(self._strides), strict=True):
             index, c = divmod(index, n)
@@ -123,9 +140,20 @@ class Slice:
             yield self._offset + sum(c * s for c, s in zip(coordinates, self._strides, strict=True))
 
     def __getitem__(self, item: int | slice) -> int | tuple[int, ...]:
+        """Return the rank at a place, or those at a range of places.
+
+        Raises:
+            TypeError: a place is negative or no int. (Python's own sequences count negative places from the end.)
+            IndexError: a place is too large, or the range has a negative step.
+        """
         if isinstance(item, slice):
-            return tuple(self.get(i) for i in range(*item.indices(len(self))))
-        return self.get(item + len(self) if item < 0 else item)
+            places = range(*item.indices(len(self)))
+            if places.step < 0:
+                raise IndexError(f"step {places.step}: a range of places has a step of 1 or more")
+            return tuple(self.get(i) for i in places)
+        if not isinstance(item, int) or item < 0:
+            raise TypeError(f"{item!r} is no place: an int of 0 or more, or a slice, expected")
+        return self.get(item)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Slice) and self._key() == other._key()

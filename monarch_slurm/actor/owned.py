@@ -9,6 +9,7 @@ from typing import Any
 
 from monarch_slurm.actor.context import Instance
 from monarch_slurm.actor.errors import MeshFailure
+from monarch_slurm.actor.hosts_handle import HostsHandle
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.messages import ActorDown, ProcsRestart
 from monarch_slurm.actor.ndslice import Slice
@@ -26,6 +27,7 @@ class OwnedProcs:
     Attributes:
         alive: base ranks that have not ended.
         stopping: base ranks that were told to end, so that their end is no failure.
+        hosts: the handle of the host mesh that they were spawned through.
     """
 
     layout: ProcLayout
@@ -33,6 +35,7 @@ class OwnedProcs:
     name: str
     owner: Instance
     alive: set[int]
+    hosts: HostsHandle
     stopping: set[int] = field(default_factory=set)
 
 

@@ -18,7 +18,7 @@ from monarch_slurm.actor.errors import SupervisionError
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.log_options import check_logging, set_logging
-from monarch_slurm.actor.mesh_trait import MeshTrait
+from monarch_slurm.actor.mesh_trait import ShapedMesh
 from monarch_slurm.actor.messages import creator_to_fields, ref_to_fields
 from monarch_slurm.actor.owned import OwnedActors
 from monarch_slurm.actor.replies import CountDown
@@ -46,7 +46,7 @@ class _Stops:
         self.ranks: set[int] = set()
 
 
-class ProcMesh(MeshTrait):
+class ProcMesh(ShapedMesh):
     """Processes with labelled ranks. Slices and pickled copies refer to the same ones; only their spawner owns them."""
 
     def __init__(
@@ -124,8 +124,8 @@ class ProcMesh(MeshTrait):
         ref = ActorRef(runtime.new_mesh_id(name), name, self._layout, self._shape, owner.display, class_name)
         ndslice = self._shape.ndslice
         runtime.own_actors(OwnedActors(ref, Class, owner, set(ndslice)))
-        ready: Future[bool] = Future._pending()
-        one_made = CountDown(len(ndslice), lambda: ready._resolve(lambda: True))
+        ready: Future[None] = Future._pending()
+        one_made = CountDown(len(ndslice), lambda: ready._resolve(lambda: None))
         ready._what = lambda: f"the __init__ of actors {name!r}: {one_made.left} of {len(ndslice)} still run"
 
         def arrived(rank: int, status: str, frames: Any) -> None:

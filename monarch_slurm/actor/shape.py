@@ -11,19 +11,36 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from monarch_slurm.actor.ndslice import Slice
+from monarch_slurm.actor.ndslice import OutOfRangeError, Slice
 from monarch_slurm.wire import pack, unpack
 from monarch_slurm.wire.plain import UnpackError
 
 
+class NoDimensionError(KeyError, TypeError, ValueError):
+    """There is no dimension of that name.
+
+    Monarch raises a ValueError or a TypeError for this; a mapping raises a KeyError. Each of them catches it here.
+    """
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
 class Extent(Mapping[str, int]):
-    """Labels and sizes of dimensions."""
+    """Labels and sizes of dimensions.
+
+    Raises:
+        ValueError: the numbers of labels and sizes differ.
+        OutOfRangeError: a size is negative.
+    """
 
     __slots__ = ("_labels", "_sizes")
 
     def __init__(self, labels: Sequence[str], sizes: Sequence[int]) -> None:
         if len(labels) != len(sizes):
             raise ValueError(f"{len(labels)} labels and {len(sizes)} sizes")
+        if min(sizes, default=0) < 0:
+            raise OutOfRangeError(f"sizes {list(sizes)}: 0 or more expected")
         self._labels = tuple(labels)
         self._sizes = tuple(sizes)
 
@@ -51,7 +68,7 @@ class Extent(Mapping[str, int]):
         try:
             return self._sizes[self._labels.index(label)]
         except ValueError:
-            raise KeyError(label) from None
+            raise NoDimensionError(f"Dimension {label!r} not found; there are: {self.labels}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._labels)
@@ -93,7 +110,7 @@ class Point(Mapping[str, int]):
 
     def __init__(self, rank: int, extent: Extent) -> None:
         if not 0 <= rank < extent.nelements:
-            raise IndexError(f"rank {rank} is outside of extent {extent}")
+            raise OutOfRangeError(f"rank {rank} is outside of extent {extent}")
         self._rank = rank
         self._extent = extent
 
@@ -136,8 +153,7 @@ class Point(Mapping[str, int]):
         """Return the point whose ``__reduce__`` has these bytes; they are no pickle.
 
         Raises:
-            ValueError: they are something else.
-            IndexError: its rank is outside of its extent.
+            ValueError: they are something else, or its rank is outside of its extent.
         """
         rank, labels, sizes = _fields(bytes, "point", 3)
         return Point(_numbers([rank])[0], Extent(_texts(labels), _numbers(sizes)))
@@ -213,12 +229,13 @@ class Shape:
         """Return the shape without dimension ``label``, fixed at ``index``.
 
         Raises:
-            IndexError: ``index`` is negative or too large.
+            NoDimensionError: there is no such dimension.
+            OutOfRangeError: ``index`` is negative or too large.
         """
         dim = self._dim(label)
         sizes, strides = self._slice.sizes, self._slice.strides
         if not 0 <= index < sizes[dim]:
-            raise IndexError("index out of range")
+            raise OutOfRangeError("index out of range")
         offset = self._slice.offset + index * strides[dim]
         labels = self._labels[:dim] + self._labels[dim + 1 :]
         del sizes[dim], strides[dim]
@@ -228,9 +245,13 @@ class Shape:
         """Return the shape with dimension ``label`` cut down to ``slice``.
 
         Raises:
-            ValueError: nothing is left of it.
+            NoDimensionError: there is no such dimension.
+            TypeError: ``slice`` is no slice.
+            ValueError: nothing is left of it, or its step is negative.
         """
         dim = self._dim(label)
+        if not isinstance(slice, builtins.slice):
+            raise TypeError(f"a slice of dimension {label!r} expected, not {slice!r}")
         sizes, strides = self._slice.sizes, self._slice.strides
         start, stop, step = slice.indices(sizes[dim])
         if step <= 0 or start >= stop:
@@ -251,7 +272,7 @@ class Shape:
         try:
             return self._labels.index(label)
         except ValueError:
-            raise TypeError(f"Shape does not have dimension labeled {label!r}") from None
+            raise NoDimensionError(f"Shape does not have dimension labeled {label!r}") from None
 
     def __len__(self) -> int:
         return len(self._slice)

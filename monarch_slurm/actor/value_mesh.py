@@ -7,13 +7,14 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
-from monarch_slurm.actor.mesh_trait import MeshTrait
+from monarch_slurm.actor.mesh_trait import ShapedMesh
+from monarch_slurm.actor.ndslice import OutOfRangeError
 from monarch_slurm.actor.shape import Point, Shape
 
 R = TypeVar("R")
 
 
-class ValueMesh(MeshTrait, Generic[R]):
+class ValueMesh(ShapedMesh, Generic[R]):
     """One value per rank of a shape.
 
     Args:
@@ -32,12 +33,14 @@ class ValueMesh(MeshTrait, Generic[R]):
         """Return the mesh with the given (rank, value) pairs; of two for one rank the later counts.
 
         Raises:
-            ValueError: a rank of ``shape`` has no value.
+            ValueError: a rank of ``shape`` has no value, or a pair is for a rank that ``shape`` does not have.
         """
         found = dict(pairs)
         missing = [rank for rank in range(len(shape)) if rank not in found]
         if missing:
             raise ValueError(f"no value for ranks {missing}")
+        if extra := sorted(found.keys() - range(len(shape))):
+            raise ValueError(f"values for ranks {extra}, which a shape of {len(shape)} does not have")
         return ValueMesh(shape, [found[rank] for rank in range(len(shape))])
 
     @property
@@ -52,22 +55,22 @@ class ValueMesh(MeshTrait, Generic[R]):
         """Return the values in row-major order."""
         return list(self._values)
 
-    def items(self) -> list[tuple[Point, R]]:
-        """Return (place, value) pairs in row-major order."""
+    def items(self) -> Iterator[tuple[Point, R]]:
+        """Iterate over (place, value) pairs in row-major order."""
         extent = self.extent
-        return [(Point(rank, extent), value) for rank, value in enumerate(self._values)]
+        return ((Point(rank, extent), value) for rank, value in enumerate(self._values))
 
     def __iter__(self) -> Iterator[tuple[Point, R]]:
-        return iter(self.items())
+        return self.items()
 
     def get(self, rank: int) -> R:
         """Return the value of ``rank``.
 
         Raises:
-            IndexError: there is no such rank.
+            OutOfRangeError: there is no such rank.
         """
         if not 0 <= rank < len(self._values):
-            raise IndexError(f"rank {rank} not in current shape")
+            raise OutOfRangeError(f"rank {rank} not in current shape")
         return self._values[rank]
 
     def item(self, **coordinates: int) -> R:
@@ -75,7 +78,7 @@ class ValueMesh(MeshTrait, Generic[R]):
 
         Raises:
             KeyError: a dimension is missing or is not there.
-            IndexError: a coordinate is out of range.
+            OutOfRangeError: a coordinate is out of range.
         """
         extent = self.extent
         extra = [label for label in coordinates if label not in extent]
@@ -86,7 +89,7 @@ class ValueMesh(MeshTrait, Generic[R]):
             if label not in coordinates:
                 raise KeyError(label)
             if not 0 <= coordinates[label] < size:
-                raise IndexError(f"rank {coordinates[label]} not in current shape")
+                raise OutOfRangeError(f"rank {coordinates[label]} not in current shape")
             rank = rank * size + coordinates[label]
         return self._values[rank]
 

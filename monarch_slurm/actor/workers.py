@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -13,6 +14,7 @@ from dataclasses import asdict, replace
 from monarch_slurm.actor.client import Client, client, has_client
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.host_mesh import HostMesh
+from monarch_slurm.actor.hosts_handle import HostsHandle
 from monarch_slurm.actor.local_host import LOOPBACK
 from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.actor.replies import CountDown
@@ -42,7 +44,7 @@ def run_worker_loop_forever(*, private_key: Key | None = None, ca: Key | None = 
         ca: the key again, or None. ``"trust_all_connections"`` does without a key where the environment variable
             ``MONARCH_SLURM_ALLOW_UNAUTHENTICATED`` is 1 and the address is one of this machine alone.
         address: ``tcp://host:port``; ``tcp://dialled:port@tcp://bound:port`` where both differ; ``tcp://host:fd3`` for
-            a listening socket that this process has inherited; ``ipc://path``; ``inproc://name``. Before all of them,
+            a bound TCP socket that this process has inherited, whether it listens yet or not; ``ipc://path``; ``inproc://name``. Before all of them,
             ``<id>@`` gives the worker a name that programs can insist on.
 
     Raises:
@@ -102,7 +104,8 @@ def attach_to_workers(
     addresses = [_to_dial(worker) if isinstance(worker, str) else worker for worker in workers]
     _check_workers(addresses, known)
     here = client()
-    found = _attachments.take(here, addresses, name or "worker")
+    handle = HostsHandle(release=_attachments.release)
+    found = _attachments.take(here, addresses, name or "worker", handle)
     new = [one for one in found if one.is_new]
     for one in new:
         one.is_new = False
@@ -112,7 +115,7 @@ def attach_to_workers(
         threading.Thread(target=attaching.run, name="monarch-attach", daemon=True).start()
     hosts = tuple(one.candidate.host for one in found)
     shape = Shape(["hosts"], Slice.new_row_major([len(hosts)]))
-    return HostMesh(hosts, shape, owned=True, ready=_all_ready(found), let_go=lambda: _attachments.drop(hosts))
+    return HostMesh(hosts, shape, owned=True, ready=_all_ready(found), handle=handle)
 
 
 def attach(addr: str, *, private_key: Key | None = None, ca: Key | None = None) -> None:
@@ -202,19 +205,24 @@ class _Attachment:
         self.candidate = candidate
         self.worker = worker
         self.is_new = True
+        self.users: weakref.WeakSet[HostsHandle] = weakref.WeakSet()
+        """Handles of the meshes that it is part of and that are still used, by procs or by the program."""
         self.ready: Future[bool] = Future._pending()
         self.ready._what = f"attaching to {candidate.name}: {candidate.why}"
 
 
 class _Attachments:
-    """The workers of this program, by the URL that it dials."""
+    """The workers of this program: by host, and by the URL that it dials if that was known from the start."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._by_host: dict[str, _Attachment] = {}
         self._by_url: dict[str, _Attachment] = {}
         self.program = os.urandom(8).hex()
 
-    def take(self, here: Client, workers: Sequence[WorkerAddress | Future[str]], name: str) -> list[_Attachment]:
+    def take(
+        self, here: Client, workers: Sequence[WorkerAddress | Future[str]], name: str, user: HostsHandle
+    ) -> list[_Attachment]:
         """Return the attachments of these workers, new ones for those that this program does not have."""
         often = Counter(worker.host for worker in workers if isinstance(worker, WorkerAddress))
         taken = []
@@ -227,14 +235,36 @@ class _Attachments:
                         one = self._by_url[worker.dial] = _new(label, worker)
                 else:
                     one = _new(f"{name}-{number}", worker)
+                self._by_host[one.candidate.host] = one
+                one.users.add(user)
                 taken.append(one)
         return taken
 
-    def drop(self, hosts: Sequence[str]) -> None:
-        """This program lets go of hosts."""
+    def release(self, user: HostsHandle, shut_down: bool) -> list[str]:
+        """Return the hosts of ``user`` that no other mesh of this program uses, and forget them.
+
+        Args:
+            shut_down: all its hosts end, whoever uses them.
+        """
+        free = []
         with self._lock:
-            for url in [url for url, one in self._by_url.items() if one.candidate.host in hosts]:
-                del self._by_url[url]
+            for host, one in self._by_host.items():
+                if user in one.users:
+                    one.users.discard(user)
+                    if shut_down or not one.users:
+                        free.append(host)
+            self._forget(free)
+        return free
+
+    def drop(self, host: str) -> None:
+        """Forget a host that cannot be had."""
+        with self._lock:
+            self._forget([host])
+
+    def _forget(self, hosts: Sequence[str]) -> None:
+        for host in hosts:
+            self._by_host.pop(host, None)
+        self._by_url = {url: one for url, one in self._by_url.items() if one.candidate.host not in hosts}
 
 
 _attachments = _Attachments()
@@ -320,7 +350,7 @@ class _Attaching:
 
     def _wait_for_agents(self) -> None:
         here = self._client
-        limit = settings().host_join_timeout
+        limit = settings().host_spawn_ready_timeout
         for host, one in self._by_host.items():
             with here.hosts_changed:
                 here.hosts_changed.wait_for(lambda host=host, one=one: one.ready._done or host in here.records, limit)  # type: ignore[misc]
@@ -329,13 +359,13 @@ class _Attaching:
             elif not one.ready._done:
                 self._fail(
                     one.candidate,
-                    f"it has accepted, but did not join within {limit:g} s (setting host_join_timeout). It must be "
-                    f"able to dial this program on {socket.gethostname()}; enable_transport('tcp://host:port') names "
-                    "an address that it can",
+                    f"it has accepted, but did not join within {limit:g} s (setting host_spawn_ready_timeout). It must "
+                    f"be able to dial this program on {socket.gethostname()}; enable_transport('tcp://host:port') "
+                    "names an address that it can",
                 )
 
     def _fail(self, candidate: Candidate, why: str) -> None:
         cause = f"cannot attach to the worker {candidate.address if candidate.address.dial else candidate.name}: {why}"
-        _attachments.drop([candidate.host])
+        _attachments.drop(candidate.host)
         self._client.give_up(candidate.host, candidate.name, cause)
         self._by_host[candidate.host].ready._fail(AttachError(cause))

@@ -22,7 +22,7 @@ from monarch_slurm.host.start import start_local_agent
 from monarch_slurm.host.worker_address import WorkerAddress, resolve, split_tcp
 from monarch_slurm.wire import BindError, Gatekeeper, Invitation, JobKeys, Loop, pack, unpack
 from monarch_slurm.wire.plain import UnpackError
-from monarch_slurm.wire.sockets import bind, guard_with_curve, make_router, only_this_user
+from monarch_slurm.wire.sockets import BACKLOG, bind, guard_with_curve, make_router, only_this_user
 
 logger = logging.getLogger(__name__)
 
@@ -160,25 +160,31 @@ def _listen(router: zmq.Socket[bytes], url: str) -> None:
         router.setsockopt(zmq.IPV6, 1)
         ip = f"[{ip}]"
     if port.startswith("fd"):
-        router.setsockopt(zmq.USE_FD, _listening(int(port[2:]), url))
-        port = str(_port_of(int(port[2:])))
+        fd = int(port[2:])
+        port = str(_listen_on(fd, url))
+        router.setsockopt(zmq.USE_FD, fd)
     bind(router, f"tcp://{ip}:{'*' if port == '0' else port}")
 
 
-def _listening(fd: int, url: str) -> int:
+def _listen_on(fd: int, url: str) -> int:
+    """Have the bound TCP socket ``fd`` listen, unless it does; return its port.
+
+    Raises:
+        BindError: it is none.
+    """
     try:
-        with sockets.socket(fileno=fd) as inherited:
-            listens = bool(inherited.getsockopt(sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN))
-            inherited.detach()
+        inherited = sockets.socket(fileno=fd)
     except OSError as error:
         raise BindError(f"cannot listen on {url}: descriptor {fd}: {error.strerror}") from None
-    if not listens:
-        raise BindError(f"cannot listen on {url}: descriptor {fd} is no listening socket")
-    return fd
-
-
-def _port_of(fd: int) -> int:
-    with sockets.socket(fileno=fd) as inherited:
-        port: int = inherited.getsockname()[1]
+    try:
+        is_tcp = inherited.family in (sockets.AF_INET, sockets.AF_INET6) and inherited.type == sockets.SOCK_STREAM
+        port: int = inherited.getsockname()[1] if is_tcp else 0
+        if not port:
+            raise BindError(f"cannot listen on {url}: descriptor {fd} is no TCP socket that is bound to a port")
+        if not inherited.getsockopt(sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN):
+            inherited.listen(BACKLOG)
+        return port
+    except OSError as error:
+        raise BindError(f"cannot listen on {url}: descriptor {fd}: {error.strerror}") from None
+    finally:
         inherited.detach()
-    return port

@@ -110,7 +110,7 @@ class SlurmAllocation:
         ends, and the allocation stays; then, or with ``take_over``, another process can have the nodes.
 
         At a prompt a failure that nobody handles is printed and ends nothing, unless `unhandled_fault_hook` is set. A
-        second call returns the same mesh.
+        second call returns the same hosts.
 
         Args:
             log_dir: folder for the session's own folder, which all nodes must see; None takes ``runs`` in the folder

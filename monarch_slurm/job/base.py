@@ -70,10 +70,23 @@ class JobState:
                 f"this job has no hosts named {name!r}; there are: {', '.join(self._hosts) or 'none'}"
             ) from None
 
+    def again(self) -> JobState:
+        """Return a further state of the same hosts: `HostMesh.stop` of one leaves the procs of the other alone."""
+        meshes = {name: mesh._again() for name, mesh in self._hosts.items()}
+        return JobState(
+            meshes,
+            self.query_engine,
+            self.query_engine_client,
+            self.telemetry_url,
+            self.dashboard_url,
+            self.admin_url,
+        )
+
     def shutdown(self) -> None:
         """Tell the agents of all hosts to end, so that their end is no failure."""
         for mesh in self._hosts.values():
-            mesh.shutdown()
+            if not mesh._handle.ended:
+                mesh.shutdown()
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._hosts]

@@ -102,7 +102,7 @@ class ProcessJob(JobTrait):
 
     def _state(self) -> JobState:
         if self._connected is not None:
-            return self._connected
+            return self._connected.again()
         assert self._folder is not None
         from monarch_slurm.config import settings
         from monarch_slurm.controller import gather_hosts, keep_whole, publish
@@ -118,7 +118,7 @@ class ProcessJob(JobTrait):
         self._connected = JobState(meshes)
         spares = sorted(self._agents.keys() - set(self._host_names()))
         self._pool = keep_whole(meshes.values(), spares, self._on_lost, self._request_host)
-        return self._connected
+        return self._connected.again()
 
     def _request_host(self, down: HostDown, place: str) -> None:
         """Start one more process, in the place of one that is lost."""

@@ -111,7 +111,7 @@ def start_session(
     """
     known = _running.get(allocation.job_id)
     if known is not None and known[0].poll() is None:
-        return known[1]
+        return known[1]._again()
     record = log_dir / f".session-{allocation.job_id}"
     _wait_for_predecessor(allocation, record, take_over)
     folder = JobFolder.create(log_dir, f"session-{allocation.job_id}")
@@ -126,7 +126,7 @@ def start_session(
         supervisor.wait()
         raise
     _running[allocation.job_id] = supervisor, hosts
-    return hosts
+    return hosts._again()
 
 
 def is_at_prompt() -> bool:

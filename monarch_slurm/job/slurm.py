@@ -352,7 +352,7 @@ class SlurmJob(JobTrait):
             self._connected = connect(
                 self._job_id, self._job_folder, self._meshes, self._request, self._plan(None), self._start_timeout
             )
-        return self._connected
+        return self._connected.again()
 
     def can_run(self, spec: JobTrait) -> bool:
         """Return whether ``spec`` asks for the same and this job is active and has not had a controller yet."""

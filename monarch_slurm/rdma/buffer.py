@@ -215,7 +215,8 @@ class RDMAAction:
         """Start all transfers of the queue; the queue stays.
 
         Args:
-            timeout: whole seconds, for all of it.
+            timeout: whole seconds, for all of it. With 0, nothing is transferred and the future raises
+                `RDMATimeoutError`.
 
         Returns:
             A future that is done when all bytes are there. It raises one `RDMAError` that tells of every failure.
@@ -229,6 +230,10 @@ class RDMAAction:
             raise OverflowError(f"timeout {seconds} is out of range: whole seconds from 0 to 2**64 - 1")
         if not self._queue:
             return Future._of(None)
+        if seconds == 0:
+            late: Future[None] = Future._pending()
+            late._fail(gathered([RDMATimeoutError("a timeout of 0 s is over before a transfer can begin")]))
+            return late
         here = manager()
         deadline = time.monotonic() + min(seconds, 10**9)
         batch = _Batch(here, list(self._queue), deadline)

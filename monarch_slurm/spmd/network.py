@@ -22,11 +22,21 @@ _FAMILIES = {
 }
 
 
-def get_sockaddr(hostname: str, port: int, addr_type: AddrType = AddrType.Default) -> tuple[str, int]:
-    """Return IP address and port of ``hostname``: IPv6 if there is a choice, never a link-local address.
+def get_sockaddr(hostname: str, port: int, addr_type: AddrType = AddrType.Default) -> str:
+    """Return ``IP:port`` or ``[IPv6]:port`` of ``hostname``, as a URL has it.
 
     Raises:
-        RuntimeError: it has none.
+        RuntimeError: it has no address of that kind.
+    """
+    ip = get_ipaddr(hostname, port, addr_type)
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+
+
+def get_ipaddr(hostname: str, port: int, addr_type: AddrType = AddrType.Default) -> str:
+    """Return the IP address of ``hostname``: IPv6 if there is a choice, never a link-local address.
+
+    Raises:
+        RuntimeError: it has no address of that kind.
     """
     try:
         found = socket.getaddrinfo(hostname, port, family=_FAMILIES[addr_type], type=socket.SOCK_STREAM)
@@ -36,10 +46,5 @@ def get_sockaddr(hostname: str, port: int, addr_type: AddrType = AddrType.Defaul
         for this_family, _, _, _, address in found:
             ip = str(address[0])
             if this_family == family and not ipaddress.ip_address(ip.partition("%")[0]).is_link_local:
-                return ip, port
+                return ip
     raise RuntimeError(f"{hostname} has no {addr_type.value} address but link-local ones")
-
-
-def get_ipaddr(hostname: str, port: int, addr_type: AddrType = AddrType.Default) -> str:
-    """Return the IP address of `get_sockaddr`."""
-    return get_sockaddr(hostname, port, addr_type)[0]

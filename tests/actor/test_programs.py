@@ -349,9 +349,9 @@ def test_a_folder_that_cannot_be_used_is_told_once(program: Callable[..., Progra
 
 
 def test_an_agent_that_does_not_come(program: Callable[..., Program]) -> None:
-    running = program(START, env={"MONARCH_SLURM_HOST_JOIN_TIMEOUT": "1us"})
+    running = program(START, env={"MONARCH_SLURM_HOST_SPAWN_READY_TIMEOUT": "1us"})
     assert running.wait() == 1
-    assert "did not join within 1e-06 s (setting host_join_timeout)" in running.errors()
+    assert "did not join within 1e-06 s (setting host_spawn_ready_timeout)" in running.errors()
     assert "Unhandled monarch error" in running.errors()
     running.check_gone()
 

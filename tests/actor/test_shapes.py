@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarch_slurm._src.actor.shape import MeshTrait
 from monarch_slurm.actor import Extent, Point, Shape, Slice, ValueMesh
 
 
@@ -58,7 +60,6 @@ def test_strided_slices_know_what_is_not_in_them() -> None:
     for rank in (-1, 0, 2, 4, 6, 7):
         with pytest.raises(ValueError, match="is not in"):
             every_other.index(rank)
-    assert every_other[-1] == 5
     assert every_other[1:] == (3, 5)
     with pytest.raises(IndexError):
         every_other.get(3)
@@ -222,3 +223,101 @@ def test_shapes_come_out_of_their_bytes(sizes: dict[str, int], offset: int) -> N
 def test_bytes_of_something_else(kind: type[Shape], data: bytes) -> None:
     with pytest.raises(ValueError, match=r"these bytes are no|expected, not"):
         kind.from_bytes(data)
+
+
+S = Slice(offset=2, sizes=[2, 3], strides=[3, 1])
+H = Shape(["x", "y"], S)
+E = Extent(["x", "y"], [2, 3])
+MESH = ValueMesh(H, [0, 1, 2, 3, 4, 5])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (lambda: S[-1], TypeError),
+        (lambda: S["x"], TypeError),  # type: ignore[index]
+        (lambda: S[6], IndexError),
+        (lambda: S[::-1], IndexError),
+        (lambda: S.get(6), ValueError),
+        (lambda: S.get(-1), OverflowError),
+        (lambda: S.index(99), ValueError),
+        (lambda: S.coordinates(99), ValueError),
+        (lambda: S.nditem([0]), IndexError),
+        (lambda: S.nditem([-1, 0]), OverflowError),
+        (lambda: Slice(offset=-1, sizes=[2], strides=[1]), OverflowError),
+        (lambda: Slice(offset=0, sizes=[2], strides=[1, 1]), ValueError),
+        (lambda: H.at("z", 0), ValueError),
+        (lambda: H.at("x", 2), ValueError),
+        (lambda: H.at("x", -1), OverflowError),
+        (lambda: H.index(z=0), ValueError),
+        (lambda: H.index(x=2), ValueError),
+        (lambda: H.select("z", slice(0, 1)), ValueError),
+        (lambda: H.select("x", slice(2, 3)), ValueError),
+        (lambda: H.select("x", 1), TypeError),  # type: ignore[arg-type]
+        (lambda: Extent(["x"], [-1]), OverflowError),
+        (lambda: Extent(["x"], [1, 2]), ValueError),
+        (lambda: E["z"], ValueError),
+        (lambda: Point(0, E)["z"], ValueError),
+        (lambda: Point(0, E).size("z"), ValueError),
+        (lambda: Point(6, E), ValueError),
+        (lambda: Point(-1, E), OverflowError),
+        (lambda: MESH.get(6), ValueError),
+        (lambda: MESH.get(-1), OverflowError),
+        (lambda: MESH.item(x=0, y=-1), OverflowError),
+        (lambda: MESH.item(x=0, y=3), IndexError),
+        (lambda: MESH.item(x=0), KeyError),
+        (lambda: MESH.slice(z=0), TypeError),
+        (lambda: MESH.slice(x=2), IndexError),
+        (lambda: MESH.slice(x=-1), IndexError),
+        (lambda: MESH.slice(x=slice(1, 1)), ValueError),
+        (lambda: MESH.size("z"), KeyError),
+        (lambda: ValueMesh.from_indexed(H, [(rank, 0) for rank in range(7)]), ValueError),
+    ],
+)
+def test_what_is_out_of_range_raises_what_monarch_raises(wrong: Callable[[], object], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        wrong()
+
+
+def test_a_mapping_of_dimensions_knows_what_it_does_not_have() -> None:
+    assert "z" not in E
+    assert E.get("z") is None
+    assert Point(0, E).get("z", 7) == 7
+    with pytest.raises(KeyError, match=r"^Dimension 'z' not found; there are: \['x', 'y'\]$"):
+        E["z"]
+
+
+def test_items_are_an_iterator() -> None:
+    items = MESH.items()
+    assert next(items) == (Point(0, E), 0)
+    assert [value for _, value in items] == [1, 2, 3, 4, 5]
+    assert next(iter(MESH)) == (Point(0, E), 0)
+
+
+class Grid(MeshTrait):
+    """A mesh of somebody else's: it has the three members that it must have, and keeps a ``_shape`` of its own."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+
+    @property
+    def _ndslice(self) -> Slice:
+        return self._shape.ndslice
+
+    @property
+    def _labels(self) -> tuple[str, ...]:
+        return tuple(self._shape.labels)
+
+    def _new_with_shape(self, shape: Shape) -> Grid:
+        return Grid(shape)
+
+
+def test_a_mesh_of_your_own() -> None:
+    grid = Grid(Shape(["x", "y"], Slice.new_row_major([2, 4])))
+    assert grid.slice(x=1).extent == Extent(["y"], [4])
+    assert list(grid.slice(x=1, y=slice(1, 3))._ndslice) == [5, 6]
+    assert grid.split(y=("a", "b"), a=2).sizes == {"x": 2, "a": 2, "b": 2}
+    assert grid.flatten("all").size("all") == len(grid) == grid.size() == 8
+    assert grid.rename(x="rows").extent.labels == ["rows", "y"]
+    with pytest.raises(TypeError, match="abstract"):
+        MeshTrait()  # type: ignore[abstract]

@@ -241,6 +241,14 @@ def test_a_command_of_the_users_runs_procs(spawn: Callable[..., ProcMesh], tmp_p
     assert not names
 
 
+def test_a_command_can_be_changed() -> None:
+    command = default_bootstrap_cmd()
+    command.args.append("--more")  # type: ignore[attr-defined]
+    command.arg0, command.program, command.env, command.inherit_env = "py", "python", {"A": "1"}, False
+    assert command == BootstrapCommand("python", "py", [*default_bootstrap_cmd().args, "--more"], {"A": "1"}, False)
+    assert command.with_env({"B": None}).env == {"A": "1", "B": None}
+
+
 def test_a_proc_may_start_from_an_empty_environment(spawn: Callable[..., ProcMesh]) -> None:
     command = dataclasses.replace(default_bootstrap_cmd(), inherit_env=False, env={"ONLY": "this"})
     actor = environment_of(spawn(bootstrap_command=command))

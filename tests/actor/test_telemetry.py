@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support import DEADLINE
+from support import DEADLINE, Program
 
 import monarch_slurm.actor.telemetry as telemetry
 from monarch_slurm.actor import Actor, ProcMesh, config, current_actor_name, endpoint, get_meter, span, traced
@@ -123,3 +123,25 @@ def test_log_records_say_which_actor_they_are_of(spawn: Callable[..., ProcMesh])
         prefix = f"[actor=<root>.<{Talker.__module__}.Talker talk%er{{}}>] "
         shown = prefix if prefixed else ""
         assert lines[:3] == [(f"{shown}100 %", prefix), (f"{shown}7 %", prefix), ("", prefix)]
+
+
+CLIENT = """
+    import logging, threading
+    from monarch_slurm.actor import config, context
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    log = logging.getLogger("program")
+    log.info("before")
+    context()
+    log.info("%d %%", 7)
+    other = threading.Thread(target=log.info, args=("of another thread",))
+    other.start()
+    other.join()
+    config.prefix_python_logs_with_actor = False
+    log.info("switched off")
+"""
+
+
+def test_log_records_of_the_program_say_that_they_are_of_the_root(program: Callable[..., Program]) -> None:
+    running = program(CLIENT)
+    assert running.wait() == 0, running.errors()
+    assert running.errors().splitlines() == ["before", "[actor=<root>] 7 %", "of another thread", "switched off"]

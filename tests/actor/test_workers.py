@@ -29,7 +29,7 @@ from monarch_slurm.actor import (
     start_worker_loop_forever,
 )
 from monarch_slurm.config import configured
-from monarch_slurm.wire import BindError
+from monarch_slurm.wire import BindError, dumps, loads
 
 SCRIPT = """
 import logging, sys
@@ -176,6 +176,29 @@ def test_a_program_that_attaches_twice(worker: Callable[..., Worker], key: str) 
     hosts.stop().get(DEADLINE)
 
 
+def test_stop_of_one_mesh_leaves_the_procs_of_another_on_the_same_workers_alone(
+    worker: Callable[..., Worker], key: str
+) -> None:
+    shared, own = worker(), worker()
+    first = attach_to_workers(private_key=key, workers=[shared.address, own.address])
+    second = attach_to_workers(private_key=key, workers=[shared.address])
+    of_first: Any = first.spawn_procs().spawn("actor", PidActor)
+    of_slice: Any = first.slice(hosts=0).spawn_procs().spawn("actor", PidActor)
+    of_second: Any = loads(dumps(second)).spawn_procs().spawn("actor", PidActor)
+    pids = [*of_first.pid.call().get(DEADLINE).values(), of_slice.pid.call_one().get(DEADLINE)]
+    pid = of_second.pid.call_one().get(DEADLINE)
+    first.stop().get(DEADLINE)
+    wait_gone(*pids)
+    own.said("has left")
+    assert of_second.pid.call_one().get(DEADLINE) == pid
+    first.stop().get(DEADLINE)
+    with pytest.raises(RuntimeError, match="has already been stopped"):
+        first.spawn_procs()
+    second.stop().get(DEADLINE)
+    wait_gone(pid)
+    shared.said("has left")
+
+
 SECOND = """
     import sys
     from monarch_slurm.actor import attach_to_workers
@@ -264,10 +287,12 @@ def test_a_worker_is_known_by_its_identity(worker: Callable[..., Worker], key: s
     hosts.stop().get(DEADLINE)
 
 
-def test_a_listening_socket_can_be_inherited(worker: Callable[..., Worker], key: str) -> None:
+@pytest.mark.parametrize("listens", [False, True])
+def test_a_bound_socket_can_be_inherited(worker: Callable[..., Worker], key: str, listens: bool) -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
-        listening.listen()
+        if listens:
+            listening.listen()
         one = worker(f"tcp://127.0.0.1:fd{listening.fileno()}", how="until_shutdown", fds=(listening.fileno(),))
         address = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
         with pytest.raises(ValueError, match="a descriptor cannot be dialled"):

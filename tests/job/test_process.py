@@ -7,8 +7,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from job_agents import Worker
+from support import wait_gone
 
 from monarch_slurm.job import JobSpecError, LostHostsError, ProcessJob
 from monarch_slurm.job.processes import find_processes
@@ -126,3 +129,37 @@ def test_a_client_script_is_refused() -> None:
         ProcessJob({"hosts": 1}).apply("train.py")
     with pytest.raises(JobSpecError):
         ProcessJob({})
+
+
+def test_two_states_of_a_job_are_stopped_one_by_one() -> None:
+    job = ProcessJob({"hosts": 2})
+    try:
+        first, second = job.state(None).hosts, job.state(None).hosts
+        assert first == second
+        mine: Any = first.slice(hosts=0).spawn_procs().spawn("actor", Worker)
+        others: Any = second.spawn_procs().spawn("actor", Worker)
+        pid, pids = mine.pid.call_one().get(DEADLINE), others.pid.call().get(DEADLINE).values()
+        first.stop().get(DEADLINE)
+        wait_gone(pid)
+        assert others.pid.call().get(DEADLINE).values() == pids
+        again: Any = first.spawn_procs().spawn("actor", Worker)
+        assert len(again.pid.call().get(DEADLINE)) == 2
+        second.shutdown().get(DEADLINE)
+        for mesh in (first, second, first.slice(hosts=0), job.state(None).hosts):
+            with pytest.raises(RuntimeError, match="HostMesh has already been shut down"):
+                mesh.spawn_procs()
+        for mesh in (first, second):
+            for end in (mesh.shutdown, mesh.stop):
+                with pytest.raises(RuntimeError, match="HostMesh has already been shut down"):
+                    end()
+    finally:
+        job.kill()
+
+
+def test_a_block_ends_its_hosts_once() -> None:
+    job = ProcessJob({"hosts": 1})
+    try:
+        with job.state(None).hosts as hosts:
+            hosts.shutdown().get(DEADLINE)
+    finally:
+        job.kill()

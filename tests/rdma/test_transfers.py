@@ -12,7 +12,7 @@ from support import hold
 
 from monarch_slurm.actor import SupervisionError
 from monarch_slurm.config import configured
-from monarch_slurm.rdma import BufferGoneError, PeerLostError, RDMABuffer, RDMATimeoutError
+from monarch_slurm.rdma import BufferGoneError, PeerLostError, RDMAAction, RDMABuffer, RDMATimeoutError
 from rdma.actors import digest, pattern
 
 BACKENDS = ["process_vm", "shm", "tcp"]
@@ -134,6 +134,25 @@ def test_the_client_takes_part(spawn: Spawn) -> None:
     owner.make.call_one(50_000, 3).get(60).read_into(target).get(60)
     assert target == pattern(50_000, 3)
     assert owner.read.call_one(mine).get(60)[0] == digest(pattern(50_000, 4))
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_no_time_is_too_little_for_any_transfer(spawn: Spawn, local: bool) -> None:
+    content = pattern(1000, 1)
+    buffer = RDMABuffer(memoryview(content)) if local else spawn(1, "process_vm").make.call_one(1000, 1).get(60)
+    target = bytearray(1000)
+    buffer.read_into(memoryview(target)).get(60)
+    for late in (
+        buffer.read_into(memoryview(bytearray(1000)), timeout=0),
+        buffer.write_from(memoryview(bytearray(1000)), timeout=0),
+        RDMAAction().read_remote(memoryview(bytearray(1000)), buffer).submit(timeout=0),
+    ):
+        with pytest.raises(RDMATimeoutError, match="a timeout of 0 s"):
+            late.get(60)
+    RDMAAction().submit(timeout=0).get(60)
+    again = bytearray(1000)
+    buffer.read_into(memoryview(again)).get(60)
+    assert again == target == content
 
 
 def test_an_owner_that_never_answers(spawn: Spawn) -> None:

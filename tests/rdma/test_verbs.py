@@ -40,7 +40,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "MONARCH_SLURM_NATIVE_BUILD": "never",
         "MONARCH_SLURM_NATIVE_STRICT": "1",
         "MONARCH_SLURM_PRELOAD": "rdma.actors",
-        "MONARCH_SLURM_HOST_JOIN_TIMEOUT": "300",
+        "MONARCH_SLURM_HOST_SPAWN_READY_TIMEOUT": "300",
         "MONARCH_SLURM_PROC_START_TIMEOUT": "300",
         "MONARCH_SLURM_HEARTBEAT_INTERVAL": "60",
         "MONARCH_SLURM_MESH_ORPHAN_TIMEOUT": "600",

@@ -13,6 +13,7 @@ from monarch_slurm.job import ProcessJob
 from monarch_slurm.spmd import (
     AddrType,
     SPMDActor,
+    get_ipaddr,
     get_sockaddr,
     run_spmd,
     setup_torch_elastic_env,
@@ -127,7 +128,9 @@ def test_command_lines_that_cannot_be_followed(command: str, text: str) -> None:
 
 
 def test_addresses_by_name() -> None:
-    assert get_sockaddr("127.0.0.1", 80) == ("127.0.0.1", 80)
-    assert get_sockaddr("localhost", 80, AddrType.IPv4) == ("127.0.0.1", 80)
+    assert get_sockaddr("127.0.0.1", 80) == "127.0.0.1:80"
+    assert get_sockaddr("localhost", 80, AddrType.IPv4) == "127.0.0.1:80"
+    assert get_sockaddr("::1", 80) == "[::1]:80"
+    assert get_ipaddr("::1", 80, AddrType.IPv6) == "::1"
     with pytest.raises(RuntimeError, match="no address"):
         get_sockaddr("no-such-host.invalid", 80)
