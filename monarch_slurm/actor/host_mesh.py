@@ -202,7 +202,8 @@ class HostMesh(ShapedMesh):
         common = {
             "mesh": mesh,
             "entry": PROC_ENTRY,
-            "env": {**_forwarded_env(), **(env or {})},
+            "env": dict(env or {}),
+            "forwarded": _forwarded_env(),
             "sys_path": [path or cwd for path in sys.path if path or cwd],
             "cwd": cwd,
             "settings": asdict(settings()),
@@ -400,6 +401,6 @@ def _working_folder() -> str:
         return ""
 
 
-def _forwarded_env() -> dict[str, str | None]:
-    """The variables of this process that belong to a run rather than to a machine."""
+def _forwarded_env() -> dict[str, str]:
+    """The variables of this process that belong to a run rather than to a machine. A worker's own go before them."""
     return {name: value for name, value in os.environ.items() if name.startswith(("MONARCH_", "TORCHFT_"))}

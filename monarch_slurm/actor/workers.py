@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import logging
 import os
 import socket
 import sys
@@ -26,8 +29,10 @@ from monarch_slurm.host.identity import address_towards, new_host_id
 from monarch_slurm.host.worker import Worker
 from monarch_slurm.host.worker_address import WorkerAddress, WorkerAddressError, resolve, split_tcp
 from monarch_slurm.transport import BindSpec
-from monarch_slurm.wire import Invitation, JobKeys
+from monarch_slurm.wire import BindError, Invitation, JobKeys
 from monarch_slurm.wire.shared_key import ALLOW_VARIABLE, Key, NoKeyError, choose_secret, derive_keys
+
+logger = logging.getLogger(__name__)
 
 Workers = Sequence[str | Future[str]]
 
@@ -44,8 +49,8 @@ def run_worker_loop_forever(*, private_key: Key | None = None, ca: Key | None = 
         ca: the key again, or None. ``"trust_all_connections"`` does without a key where the environment variable
             ``MONARCH_SLURM_ALLOW_UNAUTHENTICATED`` is 1 and the address is one of this machine alone.
         address: ``tcp://host:port``; ``tcp://dialled:port@tcp://bound:port`` where both differ; ``tcp://host:fd3`` for
-            a bound TCP socket that this process has inherited, whether it listens yet or not; ``ipc://path``; ``inproc://name``. Before all of them,
-            ``<id>@`` gives the worker a name that programs can insist on.
+            a bound TCP socket that this process has inherited, whether it listens yet or not; ``ipc://path``;
+            ``inproc://name``. Before all of them, ``<id>@`` gives the worker a name that programs can insist on.
 
     Raises:
         NoKeyError: there is no key.
@@ -63,17 +68,31 @@ def run_worker_loop_until_shutdown(*, private_key: Key | None = None, ca: Key | 
 
 
 def start_worker_loop_forever(*, private_key: Key | None = None, ca: Key | None = None, address: str) -> Future[None]:
-    """Like `run_worker_loop_until_shutdown` on a thread of its own: the worker listens when this returns.
+    """Like `run_worker_loop_forever` on a thread of its own: the worker listens when this returns, and this process
+    ends, with status 0 and after its ``atexit`` functions, when another program shuts its hosts down.
 
-    The future resolves when a program has shut its hosts down. Dropping it ends nothing.
+    The future raises `BindError` if the address cannot be listened at, for example because it is occupied. It resolves
+    only when this very process has shut down its own worker, and then goes on. Dropping it ends nothing.
     """
-    worker = _worker(private_key, ca, address)
     ended: Future[None] = Future._pending()
     ended._what = f"the end of the worker {address}"
+    try:
+        worker = _worker(private_key, ca, address)
+    except BindError as error:
+        logger.error("%s", error)  # noqa: TRY400 - the text says it all, and the future may have been dropped
+        ended._fail(error)
+        return ended
 
     def serve() -> None:
-        worker.serve()
-        ended._resolve(lambda: None)
+        try:
+            worker.serve()
+        except BaseException as error:  # whoever waits for the future gets it
+            ended._fail(error)
+            raise
+        if worker.served_this_process:
+            ended._resolve(lambda: None)
+        else:
+            _end_process()
 
     threading.Thread(target=serve, name="monarch-worker", daemon=True).start()
     return ended
@@ -147,6 +166,15 @@ def attach(addr: str, *, private_key: Key | None = None, ca: Key | None = None) 
         timeout = settings().mesh_attach_config_timeout
         _gateway = Gateway(derive_keys(secret), address, _attachments.program, _own_hub, timeout)
         _gateway_address = addr
+
+
+def _end_process() -> None:
+    """End this process in an orderly way from a thread that is not the main one, whatever that does."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError, OSError):  # there is none, or it is closed
+            stream.flush()
+    os._exit(0)
 
 
 def attached_to() -> str | None:

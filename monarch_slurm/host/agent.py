@@ -68,6 +68,7 @@ class Agent:
         folder: job folder, whose ``controller.json`` vanishes when the controller ends; None if there is none.
         watched: pids of this machine whose end is that of the controller.
         address: IP address that procs of this host bind and advertise; None takes the one that reaches the controller.
+        own_environment: this host's variables go before those that the controller forwards to procs.
     """
 
     def __init__(
@@ -80,11 +81,13 @@ class Agent:
         folder: Path | None = None,
         watched: Iterable[int] = (),
         address: str | None = None,
+        own_environment: bool = False,
     ) -> None:
         self.name = name
         self.host = host
         self.ip = address or address_towards(invitation.address)
         self._address = Address(self.host, AGENT)
+        self._own_environment = frozenset(os.environ) if own_environment else frozenset()
         self._invitation = invitation
         self._loop = Loop()
         self._output = output
@@ -264,13 +267,16 @@ class Agent:
 
     # ---- procs
 
+    def _place(self) -> Place:
+        return Place(self.host, self.name, str(self._socket_path), self.ip, self._own_environment)
+
     def _spawn(self, message: Message) -> None:
         fields = message.fields
         mesh = fields["mesh"]
         try:
             if self._ending:
                 raise ConfigError("its agent is ending")  # noqa: TRY301 - answered as what cannot be had here
-            asked = procs_asked_for(message, Place(self.host, self.name, str(self._socket_path), self.ip))
+            asked = procs_asked_for(message, self._place())
         except ConfigError as error:
             for rank in fields["ranks"]:
                 self._undeliverable(f"{mesh}.{rank}", message, f"NotStarted(host {self.name}: {error})")

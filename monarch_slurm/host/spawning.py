@@ -13,12 +13,15 @@ from monarch_slurm.wire import Address, Message
 
 @dataclass(frozen=True)
 class Place:
-    """The host that procs are started on: its id, the name that people know, its agent's socket, its IP address."""
+    """The host that procs are started on: its id, the name that people know, its agent's socket, its IP address, and
+    the variables of its own that are kept where the program forwards others.
+    """
 
     host: str
     name: str
     socket_path: str
     ip: str
+    own_variables: frozenset[str] = frozenset()
 
 
 def procs_asked_for(message: Message, place: Place) -> list[tuple[ProcSpec, Message]]:
@@ -29,6 +32,7 @@ def procs_asked_for(message: Message, place: Place) -> list[tuple[ProcSpec, Mess
     """
     fields = message.fields
     mesh = fields["mesh"]
+    forwarded = {name: value for name, value in fields["forwarded"].items() if name not in place.own_variables}
     dealt = deal_out([proc["gpus"] for proc in fields["procs"]])
     asked = []
     # All procs of the host are in the request, so that each gets its own share of GPUs and cores if only some start.
@@ -39,7 +43,8 @@ def procs_asked_for(message: Message, place: Place) -> list[tuple[ProcSpec, Mess
         first = Message(
             "start", Address(place.host, name), message.src, {"rank": proc["rank"], **fields["start"]}, message.body
         )
-        env = {**collective_settings(place.ip), **visible, **fields["env"], **proc["env"], ADDRESS_VARIABLE: place.ip}
+        asked_for = {**fields["env"], **proc["env"], ADDRESS_VARIABLE: place.ip}
+        env = {**collective_settings(place.ip), **visible, **forwarded, **asked_for}
         cpus = proc["cpus"] or list(near)
         spec = ProcSpec(
             place.host, place.name, name, mesh, proc["rank"], place.socket_path, fields["entry"], env,

@@ -84,7 +84,14 @@ def serve_from_pipe(fd: int) -> int:
     def run_agent() -> int:
         output = _set_up_output()
         settle_visibility(start["name"])
-        return Agent(invitation, start["name"], host=start["host"], output=output, watched=start["watched"]).run()
+        return Agent(
+            invitation,
+            start["name"],
+            host=start["host"],
+            output=output,
+            watched=start["watched"],
+            own_environment=start["own_environment"],
+        ).run()
 
     return guard(run_agent)
 
@@ -96,6 +103,7 @@ def start_local_agent(
     *,
     session: bool = True,
     with_settings: Mapping[str, Any] | None = None,
+    own_environment: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start the agent of host ``host`` as a child process that ends when this process or the controller does.
 
@@ -104,6 +112,7 @@ def start_local_agent(
     Args:
         session: give it a session of its own, so that Ctrl-C in the terminal reaches the controller alone.
         with_settings: settings of the controller that go before those of this process.
+        own_environment: the variables of this process go before those that the controller forwards.
     """
     read_end, write_end = os.pipe()
     command = [sys.executable, "-m", "monarch_slurm.host", "--fd", str(read_end)]
@@ -121,6 +130,7 @@ def start_local_agent(
         "name": name,
         "host": host,
         "watched": sorted({os.getpid(), invitation.controller_pid} if beside else {os.getpid()}),
+        "own_environment": own_environment,
         "settings": {**asdict(settings()), **(with_settings or {})},
     }
     with os.fdopen(write_end, "wb") as pipe:

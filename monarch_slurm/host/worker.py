@@ -8,7 +8,9 @@ the next program. Requests and answers are plain values; nothing that comes in i
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import socket as sockets
 import subprocess
 from typing import Any
@@ -18,6 +20,7 @@ import zmq
 from monarch_slurm.config import settings
 from monarch_slurm.host.agent import ENDED
 from monarch_slurm.host.gateway import GatewayEnd
+from monarch_slurm.host.identity import pid_space
 from monarch_slurm.host.start import start_local_agent
 from monarch_slurm.host.worker_address import WorkerAddress, resolve, split_tcp
 from monarch_slurm.wire import BindError, Gatekeeper, Invitation, JobKeys, Loop, pack, unpack
@@ -60,6 +63,8 @@ class Worker:
         self._gateway = GatewayEnd(self._loop, self._reply, address)
         self._serves: dict[str, Any] = {}
         """The request of the program that has this worker."""
+        self.served_this_process = False
+        """Whether the last program that had this worker is the process that it runs in."""
 
     @property
     def url(self) -> str:
@@ -117,7 +122,12 @@ class Worker:
         if self._agent is None:
             self._serves = request
             logger.info("worker %s: attached to by %s", self._name, request["who"])
-            agent = start_local_agent(invitation, host, request["name"], with_settings=request["settings"])
+            self.served_this_process = (
+                invitation.controller_pid == os.getpid() and invitation.controller_host == pid_space()
+            )
+            agent = start_local_agent(
+                invitation, host, request["name"], with_settings=request["settings"], own_environment=True
+            )
             self._agent = agent
             self._loop.watch_process(agent.pid, lambda: self._agent_ended(agent.wait()))
         elif self._serves["program"] != program:
@@ -148,6 +158,7 @@ def _refusal(why: str, later: bool = False) -> dict[str, Any]:
 
 def _listen(router: zmq.Socket[bytes], url: str) -> None:
     if not url.startswith("tcp:"):
+        _check_free(url)
         only_this_user(router)
         bind(router, url)
         return
@@ -164,6 +175,18 @@ def _listen(router: zmq.Socket[bytes], url: str) -> None:
         port = str(_listen_on(fd, url))
         router.setsockopt(zmq.USE_FD, fd)
     bind(router, f"tcp://{ip}:{'*' if port == '0' else port}")
+
+
+def _check_free(url: str) -> None:
+    """Make sure that nobody listens at the Unix socket ``url``, which ZeroMQ would take away from them.
+
+    Raises:
+        BindError: somebody does.
+    """
+    path = url.partition("://")[2]
+    with sockets.socket(sockets.AF_UNIX) as probe, contextlib.suppress(OSError):
+        probe.connect("\0" + path[1:] if path.startswith("@") else path)
+        raise BindError(f"cannot listen on {url}: {os.strerror(errno.EADDRINUSE)}")
 
 
 def _listen_on(fd: int, url: str) -> int:

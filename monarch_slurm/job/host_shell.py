@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _READ_BYTES = 64 * 1024
 _LOOK_SECONDS = 0.2
+_GRACE_SECONDS = 1.0
+"""What a shell that is told to end may take before it is told more firmly."""
 
 _BECOME_SHELL = (
     "import fcntl, os, signal, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
@@ -60,6 +62,20 @@ class ShellActor(Actor):
             os.write(self._terminal, data)
 
     @endpoint
+    def hang_up(self) -> None:
+        """End the shell and what runs in its foreground, as a terminal does that is closed."""
+        groups = {self._process.pid}
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            groups.add(os.tcgetpgrp(self._terminal))
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGKILL):
+            for group in groups - {0}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_GRACE_SECONDS)
+                return
+
+    @endpoint
     def resize(self, rows: int, columns: int) -> None:
         """Tell the shell the size of the terminal, in characters."""
         self._set_size(rows, columns)
@@ -68,20 +84,33 @@ class ShellActor(Actor):
         fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
 
     def _forward(self, output: Port[bytes | int]) -> None:
+        """Pass on what is printed until the shell has ended; what it has left in the background may hold the pty."""
+        ended, tell = os.pipe()
+        codes: list[int] = []
+
+        def wait() -> None:
+            codes.append(self._process.wait())
+            os.close(tell)
+
+        threading.Thread(target=wait, daemon=True).start()
         while True:
+            ready = select.select([self._terminal, ended], [], [])[0]
             try:
-                data = os.read(self._terminal, _READ_BYTES)
+                data = os.read(self._terminal, _READ_BYTES) if self._terminal in ready else b""
             except OSError:  # how a pty says that the other side is closed
-                break
+                data = b""
             if not data:
+                select.select([ended], [], [])
                 break
             output.send(data)
-        code = self._process.wait()
-        output.send(code if code >= 0 else 128 - code)
+        os.close(ended)
+        output.send(codes[0] if codes[0] >= 0 else 128 - codes[0])
 
 
 def shell(host_mesh_singleton: HostMesh, *, env: Mapping[str, str] | None = None, workdir: str | None = None) -> int:
     """Open a shell on a host in this terminal; return its exit code.
+
+    The end of this program's stdin ends the shell, with an exit code other than 0 (129, of SIGHUP).
 
     Args:
         host_mesh_singleton: one host.
@@ -122,18 +151,32 @@ def _talk(actor: Any, receiver: Any) -> int:
 
 
 def _type(actor: Any, ended: threading.Event) -> None:
-    while not ended.is_set():
-        if select.select([sys.stdin], [], [], _LOOK_SECONDS)[0]:
-            data = os.read(sys.stdin.fileno(), _READ_BYTES)
-            actor.write.broadcast(data or b"\x04")  # Ctrl-D
+    stdin = _stdin()
+    while stdin is not None and not ended.is_set():
+        if select.select([stdin], [], [], _LOOK_SECONDS)[0]:
+            try:
+                data = os.read(stdin, _READ_BYTES)
+            except OSError:  # the terminal is gone
+                data = b""
             if not data:
-                return
+                break
+            actor.write.broadcast(data)
+    if not ended.is_set():
+        actor.hang_up.broadcast()
+
+
+def _stdin() -> int | None:
+    """Return the descriptor of stdin, or None if this process has none."""
+    try:
+        return sys.stdin.fileno()
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 @contextlib.contextmanager
 def _raw_terminal(actor: Any) -> Iterator[None]:
     """Hand every key on as it is typed, Ctrl-C too, and the size of the window when it changes."""
-    if not sys.stdin.isatty():
+    if (stdin := _stdin()) is None or not os.isatty(stdin):
         yield
         return
 
@@ -141,13 +184,13 @@ def _raw_terminal(actor: Any) -> Iterator[None]:
         size = shutil.get_terminal_size()
         actor.resize.broadcast(size.lines, size.columns)
 
-    before = termios.tcgetattr(sys.stdin)
+    before = termios.tcgetattr(stdin)
     in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.signal(signal.SIGWINCH, resized) if in_main_thread else None
-    tty.setraw(sys.stdin)
+    tty.setraw(stdin)
     try:
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        termios.tcsetattr(stdin, termios.TCSADRAIN, before)
         if in_main_thread:
             signal.signal(signal.SIGWINCH, handler)

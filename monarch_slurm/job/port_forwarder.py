@@ -1,4 +1,4 @@
-"""TCP tunnels between procs: what dials a port on one host reaches an address that another host can dial."""
+"""TCP tunnels between procs: who dials an address on one host reaches a port on the loopback address of another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from monarch_slurm.actor import Actor, Channel, Point, Port, ProcMesh, context, current_rank, endpoint
+from monarch_slurm.actor import Actor, ActorError, Channel, Point, Port, ProcMesh, context, current_rank, endpoint
 from monarch_slurm.actor.context import set_context
 
 _READ_BYTES = 256 * 1024
@@ -15,7 +15,7 @@ _BACKLOG = 16
 
 
 class PortForwarder(Actor):
-    """Listens on the loopback address of its host and carries connections to other procs; stop it to close them.
+    """Carries TCP connections from one proc to another; stop it to close them.
 
     Spawn it on a proc of your own (``this_proc().spawn("forwarder", PortForwarder)``), then call `forward`.
     """
@@ -31,39 +31,66 @@ class PortForwarder(Actor):
         src_proc_mesh: ProcMesh,
         src_address: str | Callable[[Point], str],
     ) -> list[int]:
-        """Open a tunnel between procs of the same rank: who dials ``127.0.0.1:dst_port`` where a proc of
-        ``dst_proc_mesh`` runs reaches ``src_address`` (``host:port``) as the proc of ``src_proc_mesh`` sees it.
+        """Open a tunnel between procs of the same rank: each proc of ``src_proc_mesh`` listens at its ``src_address``
+        (``host:port``, ``[IPv6]:port``) and carries what dials it to ``127.0.0.1:dst_port`` where the proc of
+        ``dst_proc_mesh`` runs.
 
         Returns:
-            The ports that are listened on, by rank; the system chooses for a ``dst_port`` of 0.
+            The ports that are listened on, by rank; the system chooses one for port 0.
 
         Raises:
-            ValueError: the meshes have different shapes, or an address has no port.
-            OSError: a port is taken.
+            ValueError: the meshes have different shapes, an address has no port, or a port is out of range.
+            OSError: an address cannot be listened at.
         """
-        if dst_proc_mesh.sizes != src_proc_mesh.sizes:
+        if dst_proc_mesh.extent != src_proc_mesh.extent:
             raise ValueError(f"meshes of the same shape expected, not {dst_proc_mesh.sizes} and {src_proc_mesh.sizes}")
-        dialers = src_proc_mesh.spawn("dialer", _Dialer, src_address)
-        listeners = dst_proc_mesh.spawn("listener", _Listener, dst_port, dialers)
+        if not callable(dst_port):
+            _check_port(dst_port, 1)
+        if not callable(src_address):
+            _split(src_address)
+        dialers = dst_proc_mesh.spawn("dialer", _Dialer)
+        listeners = src_proc_mesh.spawn("listener", _Listener, dialers)
+        try:
+            dialers.set_port.call(dst_port).get()
+            ports = list(listeners.listen.call(src_address).get().values())
+        except ActorError as error:
+            listeners.stop().get()
+            dialers.stop().get()
+            raise error.exception from None
         self._ends += [listeners, dialers]
-        return list(listeners.port.call().get().values())
+        return ports
+
+
+def _check_port(port: object, lowest: int) -> int:
+    if type(port) is not int or not lowest <= port < 2**16:
+        raise ValueError(f"port {port!r}: a number from {lowest} to 65535 expected")
+    return port
+
+
+def _split(address: object) -> tuple[str, int]:
+    """Return host and port of ``host:port``."""
+    host, colon, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not (host and colon and port.isdecimal()):
+        raise ValueError(f"address {address!r}: host:port expected")
+    return host.strip("[]"), _check_port(int(port), 0)
 
 
 class _Dialer(Actor):
-    """The far end: dials the address once per connection."""
+    """The far end: dials its port once per connection."""
 
-    def __init__(self, address: str | Callable[[Point], str]) -> None:
-        self._address = address(current_rank()) if callable(address) else address
-        host, _, port = self._address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ValueError(f"address {self._address!r}: host:port expected")
-        self._target = host.strip("[]"), int(port)
+    def __init__(self) -> None:
+        self._port = 0
         self._connections: dict[int, socket.socket] = {}
+
+    @endpoint
+    def set_port(self, port: int | Callable[[Point], int]) -> None:
+        """Say which port is dialled."""
+        self._port = _check_port(port(current_rank()) if callable(port) else port, 1)
 
     @endpoint
     def open(self, number: int, back: Port[bytes]) -> None:
         """Connect; what comes from there goes to ``back``, and an empty message when it ends."""
-        connection = socket.create_connection(self._target, timeout=30)
+        connection = socket.create_connection(("127.0.0.1", self._port), timeout=30)
         connection.settimeout(None)
         self._connections[number] = connection
         threading.Thread(target=_pump, args=(connection, back.send), daemon=True).start()
@@ -82,31 +109,30 @@ class _Dialer(Actor):
 class _Listener(Actor):
     """The near end: accepts connections, each on threads of its own."""
 
-    def __init__(self, port: int | Callable[[Point], int], dialers: Any) -> None:
-        point = current_rank()
-        self._socket = socket.create_server(("127.0.0.1", port(point) if callable(port) else port), backlog=_BACKLOG)
-        self._dialer = dialers.slice(**dict(point))
+    def __init__(self, dialers: Any) -> None:
+        self._socket: socket.socket | None = None
+        self._dialer = dialers.slice(**dict(current_rank()))
         self._numbers = 0
 
     @endpoint
-    def port(self) -> int:
+    def listen(self, address: str | Callable[[Point], str]) -> int:
         """Begin to accept, and return the port."""
-
-        here = context()
-        threading.Thread(target=self._accept, args=(here,), daemon=True).start()
+        host, port = _split(address(current_rank()) if callable(address) else address)
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self._socket = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
+        threading.Thread(target=self._accept, args=(context(), self._socket), daemon=True).start()
         return int(self._socket.getsockname()[1])
 
-    def _accept(self, here: Any) -> None:
+    def _accept(self, here: Any, listening: socket.socket) -> None:
         while True:
             try:
-                connection, _ = self._socket.accept()
+                connection, _ = listening.accept()
             except OSError:  # closed
                 return
             self._numbers += 1
             threading.Thread(target=self._carry, args=(here, connection, self._numbers), daemon=True).start()
 
     def _carry(self, here: Any, connection: socket.socket, number: int) -> None:
-
         set_context(here)
         port, receiver = Channel[bytes].open()
         with connection:
@@ -125,14 +151,14 @@ class _Listener(Actor):
         self._dialer.close.call_one(number).get()
 
     def _send(self, here: Any, number: int, data: bytes) -> None:
-
         set_context(here)
         # Waited for, so that a slow receiver slows the sender down.
         self._dialer.write.call_one(number, data).get()
 
     def __cleanup__(self, error: Exception | None) -> None:
-        self._socket.shutdown(socket.SHUT_RDWR)  # else the thread that waits in accept keeps it open
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.shutdown(socket.SHUT_RDWR)  # else the thread that waits in accept keeps it open
+            self._socket.close()
 
 
 def _pump(connection: socket.socket, send: Callable[[bytes], Any]) -> None:

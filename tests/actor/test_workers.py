@@ -19,14 +19,17 @@ from recorded_faults import Faults
 from support import DEADLINE, REPOSITORY, Program, descendants, is_alive, wait_gone, wait_until
 
 from monarch_slurm.actor import (
+    Actor,
     AttachError,
     Channel,
     NoKeyError,
     SupervisionError,
     attach_to_workers,
+    endpoint,
     make_worker_key,
     run_worker_loop_forever,
     start_worker_loop_forever,
+    this_host,
 )
 from monarch_slurm.config import configured
 from monarch_slurm.wire import BindError, dumps, loads
@@ -346,18 +349,94 @@ def test_trust_all_connections_holds_for_this_machine_alone_and_must_be_allowed(
     hosts.stop().get(DEADLINE)
 
 
-def test_addresses_that_cannot_be_listened_at(key: str) -> None:
+def test_addresses_that_cannot_be_listened_at(key: str, tmp_path: Path) -> None:
+    def start(address: str) -> None:
+        start_worker_loop_forever(private_key=key, address=address).get(DEADLINE)
+
     with pytest.raises(BindError, match=r"cannot listen on tcp://192.0.2.1"):
         run_worker_loop_forever(private_key=key, address="tcp://192.0.2.1:7777")
     with pytest.raises(BindError, match=r"cannot listen on tcp://no.such.host.invalid"):
-        start_worker_loop_forever(private_key=key, address="tcp://no.such.host.invalid:7777")
+        start("tcp://no.such.host.invalid:7777")
     with pytest.raises(BindError, match="descriptor 999"):
-        start_worker_loop_forever(private_key=key, address="tcp://127.0.0.1:fd999")
-    with socket.socket() as idle, pytest.raises(BindError, match="no listening socket"):
-        start_worker_loop_forever(private_key=key, address=f"tcp://127.0.0.1:fd{idle.fileno()}")
+        start("tcp://127.0.0.1:fd999")
+    with socket.socket() as idle, pytest.raises(BindError, match="no TCP socket that is bound to a port"):
+        start(f"tcp://127.0.0.1:fd{idle.fileno()}")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
+        datagrams.bind(("127.0.0.1", 0))
+        with pytest.raises(BindError, match="no TCP socket"):
+            start(f"tcp://127.0.0.1:fd{datagrams.fileno()}")
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(BindError, match="Address already in use"):
+        start(f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+    for name in (str(tmp_path / "taken"), "@taken" + tmp_path.name):
+        with socket.socket(socket.AF_UNIX) as taken:
+            taken.bind("\0" + name[1:] if name.startswith("@") else name)
+            taken.listen()
+            with pytest.raises(BindError, match="Address already in use"):
+                start(f"ipc://{name}")
+            with socket.socket(socket.AF_UNIX) as dialling:
+                dialling.connect("\0" + name[1:] if name.startswith("@") else name)
     with pytest.raises(ValueError, match="at least one worker"):
         attach_to_workers(private_key=key, workers=[])
     assert not [t for t in threading.enumerate() if t.name == "monarch-worker"]
+
+
+STARTED = """
+    import atexit, sys, time
+    from monarch_slurm.actor import start_worker_loop_forever
+    if __name__ == "__main__":
+        atexit.register(print, "atexit")
+        ended = start_worker_loop_forever(private_key={key!r}, address={address!r})
+        print("started", flush=True)
+        if {waits}:
+            ended.get()
+        else:
+            time.sleep(1000)
+        print("went on")
+"""
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_started_worker_ends_its_process_when_its_hosts_are_shut_down(
+    program: Callable[..., Program], key: str, tmp_path: Path, waits: bool
+) -> None:
+    address = f"ipc://{tmp_path}/w"
+    running = program(STARTED.format(key=key, address=address, waits=waits))
+    running.expect("started")
+    hosts = attach_to_workers(private_key=key, workers=[address])
+    hosts.stop().get(DEADLINE)
+    hosts = attach_to_workers(private_key=key, workers=[address])
+    hosts.spawn_procs().initialized.get(DEADLINE)
+    running.note_family()
+    hosts.shutdown().get(DEADLINE)
+    assert running.wait() == 0, running.errors()
+    assert running.output() == "started\natexit\n"
+    running.check_gone()
+
+
+class Environment(Actor):
+    @endpoint
+    def get(self, *names: str) -> list[str | None]:
+        return [os.environ.get(name) for name in names]
+
+
+def test_a_workers_own_variables_go_before_those_of_the_program(
+    worker: Callable[..., Worker], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MONARCH_BOTH", "program")
+    monkeypatch.setenv("TORCHFT_BOTH", "program")
+    monkeypatch.setenv("MONARCH_PROGRAM", "program")
+    one = worker(env={"MONARCH_BOTH": "worker", "TORCHFT_BOTH": "worker", "MONARCH_WORKER": "worker"})
+    names = "MONARCH_BOTH", "TORCHFT_BOTH", "MONARCH_PROGRAM", "MONARCH_WORKER"
+    hosts = attach_to_workers(private_key=key, workers=[one.address])
+    theirs: Any = hosts.spawn_procs().spawn("environment", Environment)
+    assert theirs.get.call_one(*names).get(DEADLINE) == ["worker", "worker", "program", "worker"]
+    asked_for: Any = hosts.spawn_procs(env={"MONARCH_BOTH": "asked for"}).spawn("environment", Environment)
+    assert asked_for.get.call_one("MONARCH_BOTH").get(DEADLINE) == ["asked for"]
+    procs = this_host().spawn_procs()
+    here: Any = procs.spawn("environment", Environment)
+    assert here.get.call_one(*names).get(DEADLINE) == ["program", "program", "program", None]
+    procs.stop().get(DEADLINE)
+    hosts.stop().get(DEADLINE)
 
 
 THROUGH = """

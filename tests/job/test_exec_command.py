@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -184,3 +186,56 @@ def test_a_shell_in_a_terminal(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         os.close(ours)
+
+
+def piped_shell(folder: Path, typed: str) -> str:
+    """Run a shell whose stdin is a pipe that ends after ``typed`` has been answered with ``ready``; return all that the
+    program prints.
+    """
+    (folder / "program.py").write_text(SHELL)
+    with open(folder / "output", "wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(folder / "program.py")],
+            stdin=subprocess.PIPE, stdout=output, stderr=output, cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HOME": str(folder)},
+        )  # fmt: skip
+    try:
+        assert process.stdin is not None
+        with process.stdin as stdin:
+            if typed:
+                stdin.write(typed.encode())
+                stdin.flush()
+                wait_until(lambda: "\nready" in said(folder) or process.poll() is not None, "what was typed")
+        assert process.wait(DEADLINE) == 0, said(folder)
+    finally:
+        process.kill()
+        process.wait()
+    return said(folder)
+
+
+def said(folder: Path) -> str:
+    return (folder / "output").read_text().replace("\r", "")
+
+
+@pytest.mark.parametrize("typed", ["", "echo re''ady; cat\n", "trap '' HUP; echo re''ady; while :; do sleep 1; done\n"])
+def test_the_end_of_stdin_ends_the_shell(tmp_path: Path, typed: str) -> None:
+    output = piped_shell(tmp_path, typed)
+    assert re.search(r"exit code (129|137)\n", output), output
+
+
+def test_what_a_shell_leaves_in_the_background_holds_nobody_up(tmp_path: Path) -> None:
+    output = piped_shell(tmp_path, "trap '' HUP; sleep 1000 & echo pid=$!=; echo re''ady; exit 3\n")
+    found = re.search(r"pid=(\d+)=", output)
+    assert found is not None, output
+    os.kill(int(found[1]), signal.SIGKILL)
+    assert "exit code 3\n" in output
+
+
+def test_a_shell_without_stdin_ends(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import os, sys\nsys.stdin.close()\n" + SHELL)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert "exit code 129" in done.stdout, done.stderr
