@@ -64,6 +64,8 @@ class ShellActor(Actor):
     @endpoint
     def hang_up(self) -> None:
         """End the shell and what runs in its foreground, as a terminal does that is closed."""
+        if self._process.poll() is not None:
+            return
         groups = {self._process.pid}
         with contextlib.suppress(OSError):  # it has ended meanwhile
             groups.add(os.tcgetpgrp(self._terminal))
