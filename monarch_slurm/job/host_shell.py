@@ -112,7 +112,7 @@ class ShellActor(Actor):
 def shell(host_mesh_singleton: HostMesh, *, env: Mapping[str, str] | None = None, workdir: str | None = None) -> int:
     """Open a shell on a host in this terminal; return its exit code.
 
-    The end of this program's stdin ends the shell, with an exit code other than 0 (129, of SIGHUP).
+    The end of this program's stdin ends the shell, with an exit code other than 0 (129 of SIGHUP, or 137).
 
     Args:
         host_mesh_singleton: one host.

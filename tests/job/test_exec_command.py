@@ -227,7 +227,8 @@ def test_what_a_shell_leaves_in_the_background_holds_nobody_up(tmp_path: Path) -
     output = piped_shell(tmp_path, "trap '' HUP; sleep 1000 & echo pid=$!=; echo re''ady; exit 3\n")
     found = re.search(r"pid=(\d+)=", output)
     assert found is not None, output
-    os.kill(int(found[1]), signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # its proc ended, and may have taken it along
+        os.kill(int(found[1]), signal.SIGKILL)
     assert "exit code 3\n" in output
 
 
@@ -238,4 +239,4 @@ def test_a_shell_without_stdin_ends(tmp_path: Path) -> None:
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HOME": str(tmp_path)},
     )  # fmt: skip
-    assert "exit code 129" in done.stdout, done.stderr
+    assert re.search(r"exit code (129|137)\n", done.stdout), done.stderr
