@@ -14,7 +14,7 @@ from monarch_slurm.host.places import Places
 from monarch_slurm.host.shares import for_one_host
 from monarch_slurm.rank_ranges import ranges
 from monarch_slurm.wire import AGENT, CONTROLLER, Address, Message
-from monarch_slurm.wire.pickling import Buffer
+from monarch_slurm.wire.large_buffers import Buffer
 
 _REMEMBERED = 256
 

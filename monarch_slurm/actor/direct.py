@@ -31,8 +31,8 @@ from monarch_slurm.actor.direct_link import Connections, DirectLink
 from monarch_slurm.host.shares import FOR_OTHERS
 from monarch_slurm.wire import AGENT, CONTROLLER, Address, Loop, Message, UnknownPeerError, WireError
 from monarch_slurm.wire.bulk import Handed
+from monarch_slurm.wire.large_buffers import Buffer
 from monarch_slurm.wire.limits import descriptors_left
-from monarch_slurm.wire.pickling import Buffer
 from monarch_slurm.wire.stream_peer import Ears
 
 logger = logging.getLogger(__name__)

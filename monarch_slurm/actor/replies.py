@@ -11,7 +11,7 @@ from monarch_slurm.actor.errors import ActorRestartedError, SupervisionError
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.wire import AGENT, Address
-from monarch_slurm.wire.pickling import Buffer
+from monarch_slurm.wire.large_buffers import Buffer
 
 VALUE, EXCEPTION = "value", "exception"
 

@@ -29,7 +29,7 @@ from monarch_slurm.config import settings
 from monarch_slurm.host.exits import FailureKind, HostDown, ProcDown
 from monarch_slurm.host.places import Places
 from monarch_slurm.wire import AGENT, Address, Message, dumps
-from monarch_slurm.wire.pickling import Buffer
+from monarch_slurm.wire.large_buffers import Buffer
 
 if TYPE_CHECKING:
     from monarch_slurm.actor.cell import Cell

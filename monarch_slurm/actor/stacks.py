@@ -11,7 +11,7 @@ from monarch_slurm.actor.runtime import Runtime
 from monarch_slurm.host import HostInfo
 from monarch_slurm.host.stacks import ANSWER_SECONDS
 from monarch_slurm.wire import AGENT, Address, Message, unpack
-from monarch_slurm.wire.pickling import Buffer
+from monarch_slurm.wire.large_buffers import Buffer
 
 _HOST_SECONDS = ANSWER_SECONDS + 3.0
 """What the agents get to answer in all."""

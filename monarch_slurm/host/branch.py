@@ -35,8 +35,8 @@ from monarch_slurm.wire import (
 )
 from monarch_slurm.wire.bulk import in_place
 from monarch_slurm.wire.frames import encode
+from monarch_slurm.wire.large_buffers import Buffer
 from monarch_slurm.wire.limits import make_context
-from monarch_slurm.wire.pickling import Buffer
 from monarch_slurm.wire.sockets import bind_tcp, connect_tcp, make_dealer, make_router
 
 logger = logging.getLogger(__name__)

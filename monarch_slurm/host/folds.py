@@ -18,7 +18,7 @@ import msgpack  # type: ignore[import-untyped]
 
 from monarch_slurm.wire import CONTROLLER, Message, WireError, pack
 from monarch_slurm.wire.bulk import in_place
-from monarch_slurm.wire.pickling import Buffer
+from monarch_slurm.wire.large_buffers import Buffer
 
 SMALL_BYTES = 4096
 """Answers above this size go over the host's own connection."""

@@ -18,7 +18,7 @@ from monarch_slurm.rdma.engine import remaining
 from monarch_slurm.rdma.errors import NoDirectWayError, PeerLostError, RDMAError, RDMATimeoutError
 from monarch_slurm.wire import Address, pack, unpack
 from monarch_slurm.wire.bulk import in_place
-from monarch_slurm.wire.pickling import Buffer
+from monarch_slurm.wire.large_buffers import Buffer
 
 Fields = dict[str, Any]
 Answer = Callable[[Address, Fields], Fields]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.wire.bulk import in_place
-from monarch_slurm.wire.pickling import Buffer
+from monarch_slurm.wire.large_buffers import Buffer
 from monarch_slurm.wire.plain import UnpackError, pack, unpack
 
 _SEQUENCE = struct.Struct("<Q")
@@ -26,6 +26,11 @@ _INLINE = 1 << 31
 """Flag in the length of the header: the first part of the body follows it in the first frame."""
 
 MAX_HEADER_BYTES = 16 * 2**20
+
+PIECE_BYTES = 8 * 2**20
+"""Frames of a body that are larger, but the first, travel between machines in pieces of this size, so that no socket
+need accept frames of any size: a stranger who announces one is refused before there is memory for it.
+"""
 
 _INLINE_BODY_BYTES = 16 * 1024
 """A first part of a body up to this size travels in the first frame."""

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import zmq
 
-from monarch_slurm.wire.bulk import Bulk, PlainBuffer, in_place
-from monarch_slurm.wire.frames import Message, WireError, decode, encode, number_of
+from monarch_slurm.wire.bulk import PlainBuffer, in_place
+from monarch_slurm.wire.frames import PIECE_BYTES, Message, WireError, decode, encode, number_of
+from monarch_slurm.wire.large_buffers import Buffer
 from monarch_slurm.wire.loop import Loop
-from monarch_slurm.wire.pickling import PIECE_BYTES, Buffer, pieces_of
 
 MessageHandler = Callable[[str, Message], None]
 FaultHandler = Callable[[str, WireError], None]
@@ -35,13 +35,16 @@ _BATCH = 64
 
 
 def _as_far_frames(frames: list[Buffer]) -> list[PlainBuffer]:
-    """Return frames as they leave the machine: files of memory are mapped, and cut into pieces."""
-    if all(isinstance(frame, bytes) for frame in frames):
+    """Return frames as they leave the machine: files of memory are mapped, and what is large is cut into pieces."""
+    if all(type(frame) is bytes and len(frame) <= PIECE_BYTES for frame in frames):
         return frames  # type: ignore[return-value]
     found: list[PlainBuffer] = []
-    for frame in frames:
-        pieces = pieces_of(frame) if isinstance(frame, Bulk) and len(frame) > PIECE_BYTES else [frame]
-        found += map(in_place, pieces)
+    for frame in map(in_place, frames):
+        if len(frame) <= PIECE_BYTES:
+            found.append(frame)
+        else:
+            view = memoryview(frame)
+            found += (view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES))
     return found
 
 

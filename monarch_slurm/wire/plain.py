@@ -7,7 +7,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 
 from monarch_slurm.wire.bulk import in_place
-from monarch_slurm.wire.pickling import Buffer
+from monarch_slurm.wire.large_buffers import Buffer
 
 UnpackError = (ValueError, TypeError, msgpack.UnpackException)
 """What `unpack` raises for bytes that `pack` did not make."""

@@ -12,11 +12,10 @@ import zmq.utils.z85
 from zmq.utils.monitor import parse_monitor_message
 
 from monarch_slurm.errors import MonarchSlurmError
-from monarch_slurm.wire.frames import MAX_HEADER_BYTES
+from monarch_slurm.wire.frames import MAX_HEADER_BYTES, PIECE_BYTES
 from monarch_slurm.wire.keys import Invitation, JobKeys
 from monarch_slurm.wire.limits import descriptor_limit, open_socket
 from monarch_slurm.wire.loop import Loop
-from monarch_slurm.wire.pickling import PIECE_BYTES
 from monarch_slurm.wire.ports import none_free, ports_to_try
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from pathlib import Path
 from monarch_slurm.config import settings
 from monarch_slurm.wire.bulk import BULK_BYTES, MAX_BULKS, Bulk, PlainBuffer, in_bulk, in_place, taken
 from monarch_slurm.wire.frames import WireError
+from monarch_slurm.wire.large_buffers import Buffer
 from monarch_slurm.wire.limits import descriptor_limit
-from monarch_slurm.wire.pickling import Buffer
 
 MAX_FRAMES = 1 << 16
 """Frames that one packet may have."""

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from monarch_slurm.wire.bulk import in_bulk
 from monarch_slurm.wire.frames import Message, WireError, decode, encode, number_of
+from monarch_slurm.wire.large_buffers import Buffer
 from monarch_slurm.wire.link import SOLE_PEER, FaultHandler, MessageHandler, UnknownPeerError
 from monarch_slurm.wire.loop import Loop
 from monarch_slurm.wire.order import Order, QuickHandler
-from monarch_slurm.wire.pickling import Buffer
 from monarch_slurm.wire.stream import PeerGoneError, dial
 from monarch_slurm.wire.stream_listener import StreamListener
 from monarch_slurm.wire.stream_peer import Ears, Peer, greeting, name_in

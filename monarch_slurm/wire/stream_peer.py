@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from monarch_slurm.wire.bulk import in_place
 from monarch_slurm.wire.frames import Message, WireError
-from monarch_slurm.wire.pickling import Buffer
+from monarch_slurm.wire.large_buffers import Buffer
 from monarch_slurm.wire.stream import Stream
 
 _GREETING = b"monarch_slurm 1 "

@@ -13,8 +13,9 @@ import pytest
 from support import DEADLINE
 
 from monarch_slurm.wire import WireError, dumps, loads
-from monarch_slurm.wire.bulk import BULK_BYTES, MAX_BULKS, Bulk, _Pool, in_bulk, in_place
-from monarch_slurm.wire.pickling import Buffer
+from monarch_slurm.wire.bulk import BULK_BYTES, MAX_BULKS, Bulk, in_bulk, in_place
+from monarch_slurm.wire.large_buffers import Buffer
+from monarch_slurm.wire.memory_files import MemoryPool
 from monarch_slurm.wire.stream import Stream
 
 
@@ -70,9 +71,9 @@ def test_a_copy_that_nobody_can_change() -> None:
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> _Pool:
-    made = _Pool()
-    monkeypatch.setattr("monarch_slurm.wire.bulk._pool", made)
+def pool(monkeypatch: pytest.MonkeyPatch) -> MemoryPool:
+    made = MemoryPool()
+    monkeypatch.setattr("monarch_slurm.wire.memory_files._pool", made)
     return made
 
 
@@ -80,7 +81,7 @@ def inode(bulk: Bulk) -> int:
     return os.fstat(bulk.fd).st_ino
 
 
-def test_memory_is_used_again_once_nobody_reads_it(pool: _Pool) -> None:
+def test_memory_is_used_again_once_nobody_reads_it(pool: MemoryPool) -> None:
     first = Bulk.of(b"1" * BULK_BYTES)
     number, view = inode(first), first.view()
     del first
@@ -95,7 +96,7 @@ def test_memory_is_used_again_once_nobody_reads_it(pool: _Pool) -> None:
     assert inode(Bulk.of(bytes(BULK_BYTES // 8))) not in (number, inode(second)), "a file of eight times the size"
 
 
-def test_memory_is_used_again_when_who_read_it_was_killed(pool: _Pool) -> None:
+def test_memory_is_used_again_when_who_read_it_was_killed(pool: MemoryPool) -> None:
     bulk = Bulk.of(b"1" * BULK_BYTES)
     number = inode(bulk)
     reader = subprocess.Popen(["sleep", "1000"], pass_fds=[bulk.fd])
@@ -107,16 +108,17 @@ def test_memory_is_used_again_when_who_read_it_was_killed(pool: _Pool) -> None:
     assert inode(Bulk.of(b"3" * BULK_BYTES)) == number
 
 
-def test_a_pool_keeps_no_more_than_its_limit(pool: _Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monarch_slurm.wire.bulk.MAX_POOL_BYTES", 3 * BULK_BYTES)
+def test_a_pool_keeps_no_more_than_its_limit(pool: MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monarch_slurm.wire.memory_files.KEPT_BYTES", 3 * BULK_BYTES)
+    monkeypatch.setattr("monarch_slurm.wire.memory_files.own_memory", lambda: 0)
     held = [Bulk.of(bytes([number]) * BULK_BYTES) for number in range(8)]
-    assert len(pool._files) == 3
+    assert len(pool.files) == 3
     assert [bulk.view()[0] for bulk in held] == list(range(8))
     Bulk.of(bytes(4 * BULK_BYTES))
-    assert pool._files == []
+    assert pool.files == []
 
 
-def test_a_forked_process_has_a_pool_of_its_own(pool: _Pool) -> None:
+def test_a_forked_process_has_a_pool_of_its_own(pool: MemoryPool) -> None:
     number = inode(Bulk.of(b"1" * BULK_BYTES))
     pid = os.fork()
     if pid == 0:
@@ -125,7 +127,7 @@ def test_a_forked_process_has_a_pool_of_its_own(pool: _Pool) -> None:
     assert inode(Bulk.of(b"3" * BULK_BYTES)) == number
 
 
-def test_many_threads_never_share_memory(pool: _Pool) -> None:
+def test_many_threads_never_share_memory(pool: MemoryPool) -> None:
     wrong: list[int] = []
 
     def work(me: int) -> None:
@@ -153,7 +155,7 @@ def test_what_is_written_to_a_view_is_seen_by_no_other() -> None:
     assert one[:3] == b"abc"
 
 
-def test_arrays_come_out_writable_and_leave_nothing_behind(pool: _Pool) -> None:
+def test_arrays_come_out_writable_and_leave_nothing_behind(pool: MemoryPool) -> None:
     files, mapped = descriptors(), maps()
     array = np.arange(BULK_BYTES, dtype=np.int32)
     frames = dumps({"a": array, "b": array[:10]})
@@ -165,14 +167,14 @@ def test_arrays_come_out_writable_and_leave_nothing_behind(pool: _Pool) -> None:
     assert loads(frames)["a"][:3].tolist() == [0, 1, 2]
     view = value["a"][5:10]
     del value, frames
-    assert descriptors() == files + len(pool._files)
+    assert descriptors() == files + len(pool.files)
     assert view.tolist() == [5, 6, 7, 8, 9]
     del view
     assert maps() == mapped
-    assert len(pool._files) == 1
+    assert len(pool.files) == 1
 
 
-def test_large_frames_travel_as_files_and_in_order(pool: _Pool) -> None:
+def test_large_frames_travel_as_files_and_in_order(pool: MemoryPool) -> None:
     files = descriptors()
     big = [os.urandom(BULK_BYTES + number) for number in range(4)]
     sent: list[list[Buffer]] = [
@@ -193,7 +195,7 @@ def test_large_frames_travel_as_files_and_in_order(pool: _Pool) -> None:
     again = through_streams(got[0])
     assert in_place(again[0][1]) == big[0]
     del sent, got, again
-    assert descriptors() == files + len(pool._files)
+    assert descriptors() == files + len(pool.files)
 
 
 def test_more_large_frames_than_descriptors_fit_into_a_packet() -> None:
@@ -204,7 +206,7 @@ def test_more_large_frames_than_descriptors_fit_into_a_packet() -> None:
     assert all(len(frame) == BULK_BYTES for frame in got[1:])
 
 
-def test_without_descriptors_the_bytes_themselves_go(pool: _Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_descriptors_the_bytes_themselves_go(pool: MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(*_: object) -> int:
         raise OSError(24, "Too many open files")
 
@@ -229,17 +231,17 @@ def duplicate(bulk: Bulk) -> int:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: unsealed(BULK_BYTES),
-        lambda: duplicate(Bulk.of(bytes(BULK_BYTES - 1))),
+        lambda: unsealed(BULK_BYTES + 1),
+        lambda: duplicate(Bulk.of(bytes(BULK_BYTES))),
         lambda: os.open("/dev/zero", os.O_RDONLY),
         lambda: -1,
     ],
     ids=["not sealed", "too short", "no memory", "none"],
 )
-def test_what_is_no_sealed_memory_of_that_size_is_refused(pool: _Pool, make: Callable[[], int]) -> None:
+def test_what_is_no_sealed_memory_of_that_size_is_refused(pool: MemoryPool, make: Callable[[], int]) -> None:
     files = descriptors()
     one, other = socket.socketpair()
-    head = struct.pack("<IQ", 1, BULK_BYTES | 1 << 63)
+    head = struct.pack("<IQ", 1, BULK_BYTES + 1 | 1 << 63)
     fd = make()
     if fd < 0:
         one.sendall(head)
@@ -252,4 +254,4 @@ def test_what_is_no_sealed_memory_of_that_size_is_refused(pool: _Pool, make: Cal
     with receiver.lock:
         receiver.close()
     one.close()
-    assert descriptors() == files + len(pool._files)
+    assert descriptors() == files + len(pool.files)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from monarch_slurm.config import configured
 from monarch_slurm.wire import dumps, loads
 from monarch_slurm.wire.bulk import in_place
+from monarch_slurm.wire.frames import PIECE_BYTES
 from monarch_slurm.wire.link import _as_far_frames
-from monarch_slurm.wire.pickling import OUT_OF_BAND_BYTES, PIECE_BYTES, TooLargeError, from_bytes, to_bytes
+from monarch_slurm.wire.pickling import OUT_OF_BAND_BYTES, TooLargeError, from_bytes, to_bytes
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
