@@ -238,7 +238,7 @@ def test_a_head_that_is_none_is_refused(head: bytes, rest: list[bytes]) -> None:
 def test_a_table_that_points_elsewhere_is_refused(at: int, size: int) -> None:
     outgoing = Outgoing()
     outgoing.add(memoryview(bytes(BULK_BYTES)), Kind.BUFFER)
-    head, *rest = outgoing.frames(b"")
+    _, *rest = outgoing.frames(b"")
     wrong = struct.pack("<IQQ", 1, at, size)
     try:
         (part,) = Incoming([wrong, *rest]).buffers()
