@@ -15,6 +15,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -60,20 +61,22 @@ class _BufferInfo(ctypes.Structure):
     )
 
 
-ctypes.pythonapi.PyObject_GetBuffer.argtypes = (ctypes.py_object, ctypes.POINTER(_BufferInfo), ctypes.c_int)
-ctypes.pythonapi.PyBuffer_Release.argtypes = (ctypes.POINTER(_BufferInfo),)
-ctypes.pythonapi.PyBuffer_Release.restype = None
+# Prototypes of this module alone: others declare these functions with structures of their own.
+_get_buffer = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_BufferInfo), ctypes.c_int)(
+    ("PyObject_GetBuffer", ctypes.pythonapi)
+)
+_release_buffer = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_BufferInfo))(("PyBuffer_Release", ctypes.pythonapi))
 
 
 @contextlib.contextmanager
-def address_of(data: bytes | bytearray | memoryview):  # type: ignore[no-untyped-def]
+def address_of(data: bytes | bytearray | memoryview) -> Iterator[int]:
     """Give the address of contiguous bytes, which stay there inside of the ``with``."""
     info = _BufferInfo()
-    ctypes.pythonapi.PyObject_GetBuffer(data, ctypes.byref(info), 0)
+    _get_buffer(data, ctypes.byref(info), 0)
     try:
         yield info.buf or 0
     finally:
-        ctypes.pythonapi.PyBuffer_Release(ctypes.byref(info))
+        _release_buffer(ctypes.byref(info))
 
 
 def copy_memory(to: int, source: int, size: int) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import sys
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from monarch_slurm.wire.memory_files import PAGE_BYTES
 
@@ -30,15 +30,15 @@ BYTEARRAY_PHASE = _CHUNK_HEADER
 TEXT_PHASE = _CHUNK_HEADER + _TEXT_HEADER
 """Where in a page the bytes of a large object begin, with glibc."""
 
-_api = ctypes.pythonapi
-_api.PyBytes_FromStringAndSize.restype = ctypes.py_object
-_api.PyBytes_FromStringAndSize.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
-_api.PyByteArray_FromStringAndSize.restype = ctypes.py_object
-_api.PyByteArray_FromStringAndSize.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
-_api.PyByteArray_AsString.restype = ctypes.c_void_p
-_api.PyByteArray_AsString.argtypes = (ctypes.py_object,)
-_api.PyUnicode_New.restype = ctypes.py_object
-_api.PyUnicode_New.argtypes = (ctypes.c_ssize_t, ctypes.c_uint32)
+
+def _python(name: str, result: Any, *arguments: Any) -> Any:
+    return ctypes.PYFUNCTYPE(result, *arguments)((name, ctypes.pythonapi))
+
+
+_new_bytes = _python("PyBytes_FromStringAndSize", ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)
+_new_bytearray = _python("PyByteArray_FromStringAndSize", ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)
+_memory_of_bytearray = _python("PyByteArray_AsString", ctypes.c_void_p, ctypes.py_object)
+_new_text = _python("PyUnicode_New", ctypes.py_object, ctypes.c_ssize_t, ctypes.c_uint32)
 _libc = ctypes.CDLL(None)
 
 
@@ -65,22 +65,22 @@ class Source(Protocol):
 
 def make_bytes(source: Source, at: int, size: int) -> bytes:
     """Return ``size`` bytes of ``source`` from ``at`` on."""
-    made: bytes = _api.PyBytes_FromStringAndSize(None, size)
+    made: bytes = _new_bytes(None, size)
     _fill(id(made), id(made) + _BYTES_HEADER, source, at, size)
     return made
 
 
 def make_bytearray(source: Source, at: int, size: int) -> bytearray:
     """Return ``size`` bytes of ``source`` from ``at`` on."""
-    made: bytearray = _api.PyByteArray_FromStringAndSize(None, size)
-    memory = _api.PyByteArray_AsString(made)
+    made: bytearray = _new_bytearray(None, size)
+    memory = _memory_of_bytearray(made)
     _fill(memory, memory, source, at, size)
     return made
 
 
 def make_ascii(source: Source, at: int, size: int) -> str:
     """Return ``size`` characters of ``source`` from ``at`` on, each of which is ASCII."""
-    made: str = _api.PyUnicode_New(size, 127)
+    made: str = _new_text(size, 127)
     _fill(id(made), id(made) + _TEXT_HEADER, source, at, size)
     return made
 

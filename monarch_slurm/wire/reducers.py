@@ -90,9 +90,9 @@ def _to_array(typecode: str, data: Any) -> array.array[Any]:
 
 # ---- tensors: torch pickles all but the plain ones and their storages; two that share a storage do so after arrival
 
-_view = ctypes.pythonapi.PyMemoryView_FromMemory
-_view.restype = ctypes.py_object
-_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
 _WRITABLE = 0x200
 
 
