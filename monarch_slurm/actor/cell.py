@@ -36,6 +36,7 @@ from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.config import settings
 from monarch_slurm.host.exits import FailureKind
 from monarch_slurm.wire import Address, dumps, loads
+from monarch_slurm.wire.arriving import LostPayloadError
 from monarch_slurm.wire.pickle_fault import explain
 
 if TYPE_CHECKING:
@@ -324,6 +325,8 @@ class Cell:
     def _judge(self, call: Call, error: BaseException) -> None:
         """Answer the caller, or raise what ends the actor."""
         call_ended(error)
+        if isinstance(error, LostPayloadError):
+            return  # the call has not come; whoever made it knows that the connection ended
         if isinstance(error, Exception) and call.port is not None and not self._is_explicit(call):
             self._answer_error(call, error)
             return

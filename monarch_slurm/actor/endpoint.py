@@ -17,6 +17,7 @@ from monarch_slurm.actor.replies import VALUE, CountDown, lost_error
 from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.actor.value_mesh import ValueMesh
 from monarch_slurm.wire import dumps, loads
+from monarch_slurm.wire.arriving import when_whole
 from monarch_slurm.wire.pickle_fault import explain
 
 if TYPE_CHECKING:
@@ -268,9 +269,9 @@ class Endpoint(Generic[R]):
 
         def reply(rank: int, status: str, frames: Any) -> None:
             if status == VALUE:
-                on_value(rank, frames)
+                when_whole(frames, lambda: on_value(rank, frames))
             else:
-                on_error(lambda: _remote_error(frames))
+                when_whole(frames, lambda: on_error(lambda: _remote_error(frames)))
 
         def lost(rank: int, reason: str) -> None:
             on_error(lambda: lost_error(reason, str(self)))

@@ -14,6 +14,7 @@ from monarch_slurm.actor.messages import PortAddress
 from monarch_slurm.actor.replies import EXCEPTION, VALUE
 from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.wire import CONTROLLER, Address, dumps, loads
+from monarch_slurm.wire.arriving import when_whole
 from monarch_slurm.wire.pickle_fault import explain
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class PortReceiver(Generic[R]):
                 return rank, received
             return received
 
-        future._resolve(value)
+        when_whole(frames, lambda: future._resolve(value))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a PortReceiver belongs to the process that opened it; send its Port instead")

@@ -45,6 +45,7 @@ from monarch_slurm.wire import (
     make_runtime_dir,
     remove_runtime_dir,
 )
+from monarch_slurm.wire.arriving import Holding
 from monarch_slurm.wire.runtime_dir import SOCKET_NAME, sweep_away
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ class Agent:
         self._lease = Lease(self._loop, folder, self._beat, self._controller_gone, invitation.address)
         self._down = StreamLink(self._loop, self._from_proc, self._proc_fault, batch=True)
         self._down.listen(self._socket_path)
+        self._holding = Holding[str](lambda name, message: self._to_proc(name, message, held=True))
         log_dir = Path(settings().log_dir) if settings().log_dir else None
         # An agent without a job folder is a child of the client, and prints where that does.
         self._logs = logs = LogStreams(
@@ -237,8 +239,8 @@ class Agent:
         else:
             logger.error("host %s: unknown message %r from %s", self.name, message.kind, message.src)
 
-    def _to_proc(self, name: str, message: Message) -> None:
-        if self._mailboxes.keep(name, message):
+    def _to_proc(self, name: str, message: Message, held: bool = False) -> None:
+        if self._mailboxes.keep(name, message) or (not held and self._holding.hold(name, message)):
             return
         try:
             self._down.send(message, name)
@@ -308,11 +310,13 @@ class Agent:
             self._procs.reported(name)
             box.first.fields["places"] = self._places.table()
             for message in (box.first, *box.actors, *box.messages):
-                self._down.send(message, name)
+                if not self._holding.hold(name, message):
+                    self._down.send(message, name)
 
     def _proc_ended(self, down: ProcDown) -> None:
         self._logs.flush()  # its last lines come before the news of its end
         self._down.forget(down.proc)
+        held = self._holding.forget(down.proc)
         if not down.expected:
             logger.info("host %s: proc %s (pid %d) ended: %s", self.name, down.proc, down.pid, down.exit)
         if down.mesh in self._restartable and not down.expected and down.mesh in self._owners:
@@ -322,6 +326,8 @@ class Agent:
             self._route(Message("proc_failed", self._owners[down.mesh], self._address, down.to_fields()))
         else:
             self._tell_end(down)
+            for message in held:
+                self._undeliverable(down.proc, message)
         self._kill_owned_by(down.proc)
         if self._ending and not self._procs.names():
             self._end(self._exit_code)
@@ -341,7 +347,7 @@ class Agent:
 
     def _tell_procs(self, message: Message) -> None:
         for name in self._procs.names():
-            if name not in self._mailboxes:
+            if name not in self._mailboxes and not self._holding.hold(name, message):
                 try:
                     self._down.send(message, name)
                 except UnknownPeerError:

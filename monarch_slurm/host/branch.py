@@ -33,6 +33,7 @@ from monarch_slurm.wire import (
     UnknownPeerError,
     WireError,
 )
+from monarch_slurm.wire.arriving import late_frames, when_whole
 from monarch_slurm.wire.bulk import in_place
 from monarch_slurm.wire.frames import encode
 from monarch_slurm.wire.large_buffers import Buffer
@@ -143,6 +144,10 @@ class Branch:
             share.encoded = encode(share, 0)  # once, for all procs here
             self._order.share(message.fields["number"], after, directs, share)
 
+    def _share_is_here(self, message: Message) -> None:
+        if not late_frames(message.body):  # else the link has broken, and the controller sends it again
+            self._share(message)
+
     def _pass_on(self, slot: int, message: Message) -> None:
         if self._door is None or not self._door.send(slot, message):
             logger.info("no agent below has the slot %d: the controller sends to it", slot)
@@ -222,7 +227,7 @@ class Branch:
             self._linked, self._linked_at = True, self._loop.clock()
             self._tell("tree_linked", parent=self._parent, link=self._link_number)
         elif message.kind == "share":
-            self._share(message)
+            when_whole(message.body, lambda: self._share_is_here(message))
         elif message.kind == "again":
             self._send_again()
 

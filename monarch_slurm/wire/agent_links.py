@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import zmq
 
-from monarch_slurm.wire.frames import Message
-from monarch_slurm.wire.link import FaultHandler, Link, MessageHandler
+from monarch_slurm.wire.arriving import Holding
+from monarch_slurm.wire.frames import Address, Message
+from monarch_slurm.wire.link import FaultHandler, Link, MessageHandler, UnknownPeerError
 from monarch_slurm.wire.loop import Loop
 from monarch_slurm.wire.order import QuickHandler
 from monarch_slurm.wire.runtime_dir import make_runtime_dir, remove_runtime_dir
 from monarch_slurm.wire.stream_link import ClosedHandler, StreamLink
 
 CONTROLLER_SOCKET = "controller.sock"
+
+_NEWS = frozenset(("proc_down", "host_down", "procs_restart", "host_moved"))
 
 
 class AgentLinks:
@@ -37,6 +41,7 @@ class AgentLinks:
     ) -> None:
         self._far = Link(loop, router, on_message, on_fault)
         self.near = StreamLink(loop, on_message, on_fault, on_closed, on_quick, peer_kind="host")
+        self._holding = Holding(self._send_near)
         self._lock = threading.Lock()
         self._folder: Path | None = None
 
@@ -63,7 +68,17 @@ class AgentLinks:
         Raises:
             UnknownPeerError: there is no connection with ``peer``.
         """
-        (self.near if self.near.knows(peer) else self._far).send(message, peer)
+        if not self.near.knows(peer):
+            self._far.send(message, peer)
+            return
+        # News of the end of a process comes behind what it has sent.
+        receiver = self._holding.last_of(peer) if message.kind in _NEWS else (peer, message.dst)
+        if receiver is None or not self._holding.hold(receiver, message):
+            self.near.send(message, peer)
+
+    def _send_near(self, receiver: tuple[str, Address | None], message: Message) -> None:
+        with contextlib.suppress(UnknownPeerError):  # that host is lost, and who waits for it is told so
+            self.near.send(message, receiver[0])
 
     def forget(self, peer: str) -> None:
         """Have nothing to do any more with ``peer``, which is gone. On the loop's thread."""

@@ -79,6 +79,17 @@ class Bulk:
         os.close(self.fd)
 
 
+class Late:
+    """A frame whose bytes may still be on their way; see `monarch_slurm.wire.arriving`."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def whole(self) -> PlainBuffer | Bulk:
+        """Wait, and return the frame itself."""
+        raise NotImplementedError
+
+
 class Handed(Bulk):
     """No bytes, but a connected socket that one process of a machine hands to another; alone in the body of a message.
 
@@ -109,8 +120,10 @@ def taken(fd: int, size: int) -> Bulk:
     return Handed(fd) if stat.S_ISSOCK(os.fstat(fd).st_mode) and size == BULK_BYTES else Bulk(fd, size)
 
 
-def in_bulk(frame: PlainBuffer | Bulk) -> PlainBuffer | Bulk:
+def in_bulk(frame: PlainBuffer | Bulk | Late) -> PlainBuffer | Bulk:
     """Return ``frame``, as a file of memory if it is large."""
+    if isinstance(frame, Late):
+        frame = frame.whole()
     if isinstance(frame, Bulk) or len(frame) < BULK_BYTES:
         return frame
     try:
@@ -119,6 +132,8 @@ def in_bulk(frame: PlainBuffer | Bulk) -> PlainBuffer | Bulk:
         return frame
 
 
-def in_place(frame: PlainBuffer | Bulk) -> PlainBuffer:
+def in_place(frame: PlainBuffer | Bulk | Late) -> PlainBuffer:
     """Return ``frame`` as bytes that can be read here."""
+    if isinstance(frame, Late):
+        frame = frame.whole()
     return frame.view() if isinstance(frame, Bulk) else frame

@@ -27,10 +27,9 @@ _INLINE = 1 << 31
 
 MAX_HEADER_BYTES = 16 * 2**20
 
-PIECE_BYTES = 8 * 2**20
-"""Frames of a body that are larger, but the first, travel between machines in pieces of this size, so that no socket
-need accept frames of any size: a stranger who announces one is refused before there is memory for it.
-"""
+MAX_PART_BYTES = 8 * 2**20
+"""A frame between machines may be so much larger than a header, and no more: a stranger who announces a larger one is
+refused before there is memory for it."""
 
 _INLINE_BODY_BYTES = 16 * 1024
 """A first part of a body up to this size travels in the first frame."""

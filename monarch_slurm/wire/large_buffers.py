@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 from monarch_slurm.wire import objects
-from monarch_slurm.wire.bulk import BULK_BYTES, Bulk, PlainBuffer, in_place
+from monarch_slurm.wire.bulk import BULK_BYTES, Bulk, Late, PlainBuffer, in_place
 from monarch_slurm.wire.memory_files import (
     MAP_FIXED,
     MAP_NORESERVE,
@@ -30,7 +30,7 @@ from monarch_slurm.wire.memory_files import (
     view_of,
 )
 
-Buffer = PlainBuffer | Bulk
+Buffer = PlainBuffer | Bulk | Late
 
 SEGMENT_BYTES = 64 * 2**20
 """The largest file that is made; larger values take several."""
@@ -180,6 +180,7 @@ class Incoming:
 
     Raises:
         pickle.UnpicklingError: they are something else.
+        LostPayloadError: some of it was still on its way when its connection ended.
     """
 
     def __init__(self, frames: Sequence[Buffer]) -> None:
@@ -189,7 +190,7 @@ class Incoming:
         if end > len(head):
             raise pickle.UnpicklingError(f"a head of {len(head)} bytes has no table of {count} buffers")
         numbers = iter(struct.unpack_from(f"<{2 * count}Q", head, _COUNT.size))
-        self._frames = [frame for frame in frames[1:] if len(frame)]
+        self._frames = [frame.whole() if isinstance(frame, Late) else frame for frame in frames[1:] if len(frame)]
         self._starts = [0]
         for frame in self._frames:
             self._starts.append(self._starts[-1] + len(frame))

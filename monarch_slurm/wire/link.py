@@ -1,20 +1,24 @@
 """A ZeroMQ socket that several threads may send on and one loop reads.
 
+Large frames follow their message in pieces (`transfers`), so that a link has only a little to do at a time.
+
 A link numbers what it sends to each peer and checks the numbers of what it receives, so that a message that ZeroMQ lost
 (it can, when a connection breaks) is noticed and never taken for silence.
 """
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable
 
 import zmq
 
-from monarch_slurm.wire.bulk import PlainBuffer, in_place
-from monarch_slurm.wire.frames import PIECE_BYTES, Message, WireError, decode, encode, number_of
+from monarch_slurm.wire.bulk import BULK_BYTES, PlainBuffer, in_place
+from monarch_slurm.wire.frames import Message, WireError, decode, encode, number_of
 from monarch_slurm.wire.large_buffers import Buffer
 from monarch_slurm.wire.loop import Loop
+from monarch_slurm.wire.transfers import CREDIT, PIECE, Inbox, Outbox, credit, credited, is_promised, kind_of
 
 MessageHandler = Callable[[str, Message], None]
 FaultHandler = Callable[[str, WireError], None]
@@ -27,25 +31,13 @@ _POLLIN = int(zmq.POLLIN)
 _LAST = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 
+_SEQUENCE = struct.Struct("<Q")
+
 _COPY_BYTES = 64 * 1024
 """Frames below this size are copied into ZeroMQ, which is quicker than to share them with it."""
 
 _BATCH = 64
 """Messages that are taken from the socket in one go; senders wait for the socket meanwhile."""
-
-
-def _as_far_frames(frames: list[Buffer]) -> list[PlainBuffer]:
-    """Return frames as they leave the machine: files of memory are mapped, and what is large is cut into pieces."""
-    if all(type(frame) is bytes and len(frame) <= PIECE_BYTES for frame in frames):
-        return frames  # type: ignore[return-value]
-    found: list[PlainBuffer] = []
-    for frame in map(in_place, frames):
-        if len(frame) <= PIECE_BYTES:
-            found.append(frame)
-        else:
-            view = memoryview(frame)
-            found += (view[start : start + PIECE_BYTES] for start in range(0, len(view), PIECE_BYTES))
-    return found
 
 
 class UnknownPeerError(Exception):
@@ -77,6 +69,8 @@ class Link:
         self._lock = threading.Lock()
         self._sent: dict[str, int] = {}
         self._received: dict[str, int] = {}
+        self._outboxes: dict[str, Outbox] = {}
+        self._inboxes: dict[str, Inbox] = {}
         self._closed = False
         self._fd = int(socket.getsockopt(zmq.FD))
         loop.call_soon(self._register)
@@ -94,10 +88,18 @@ class Link:
         with self._lock:
             if self._closed:
                 return
-            number = self._sent.get(peer, 0)
+            frames = encode(message, self._sent.get(peer, 0))
+            large = len(frames) > 1 and any(len(frame) >= BULK_BYTES for frame in frames)
+            outbox = self._outboxes.get(peer)
+            if large and outbox is None:
+                outbox = self._outboxes[peer] = Outbox(lambda: self._loop.call_soon(lambda: self._pump(peer)))
             try:
-                self._send_frames(peer, _as_far_frames(encode(message, number)))
-                self._sent[peer] = number + 1
+                self._send_numbered(peer, outbox.promise(frames) if outbox is not None else frames)
+                if large:
+                    self._send_pieces(peer)
+            except UnknownPeerError:
+                self._outboxes.pop(peer, None)
+                raise
             finally:
                 self._look_again()
 
@@ -113,6 +115,10 @@ class Link:
         with self._lock:
             self._sent.pop(peer, None)
             self._received.pop(peer, None)
+            self._outboxes.pop(peer, None)
+            inbox = self._inboxes.pop(peer, None)
+        if inbox is not None:
+            inbox.close()
 
     def close(self, linger_ms: int = 0) -> None:
         """Close the socket; what is sent gets ``linger_ms`` to leave. On the loop's thread, or when it does not run."""
@@ -121,21 +127,64 @@ class Link:
                 self._closed = True
                 self._loop.remove_reader(self._fd)
                 self._socket.close(linger=linger_ms)
+                self._outboxes.clear()
+        for inbox in self._inboxes.values():
+            inbox.close()
+        self._inboxes.clear()
 
     def read(self) -> None:
         """Hand on every message that has arrived. On the loop's thread."""
         drained = False
         while not drained:
-            arrived: list[list[bytes]] = []
+            arrived: list[list[PlainBuffer]] = []
             with self._lock:
                 drained = self._closed
                 while not drained and len(arrived) < _BATCH:
                     try:
-                        arrived.append(self._socket.recv_multipart(_LAST))
+                        arrived.append(self._receive())
                     except zmq.Again:  # the edge is taken, too: what comes from here on makes a new one
                         drained = True
             for frames in arrived:
                 self._take(frames)
+
+    def _receive(self) -> list[PlainBuffer]:
+        frames: list[PlainBuffer] = [self._socket.recv(_LAST)]
+        while self._socket.getsockopt(zmq.RCVMORE):
+            if len(frames) == 1 and self._routes:
+                frames.append(self._socket.recv(_LAST))
+                continue
+            frame = self._socket.recv(_LAST, copy=False)
+            frames.append(frame.bytes if len(frame) < _COPY_BYTES else frame.buffer)
+        return frames
+
+    def _pump(self, peer: str) -> None:
+        """Send what pieces may be sent."""
+        with self._lock:
+            if not self._closed and peer in self._outboxes:
+                try:
+                    self._send_pieces(peer)
+                except UnknownPeerError:
+                    self._outboxes.pop(peer, None)
+                finally:
+                    self._look_again()
+
+    def _send_pieces(self, peer: str) -> None:
+        for place, piece in self._outboxes[peer].pieces():
+            self._send_numbered(peer, [_SEQUENCE.pack(self._sent.get(peer, 0)) + place, piece])
+
+    def _send_numbered(self, peer: str, frames: list[Buffer]) -> None:
+        self._send_frames(peer, [in_place(frame) for frame in frames])
+        self._sent[peer] = self._sent.get(peer, 0) + 1
+
+    def _piece_taken(self, peer: str) -> None:
+        with self._lock:
+            if not self._closed and peer in self._inboxes:
+                try:
+                    self._send_numbered(peer, [credit(self._sent.get(peer, 0), 1)])
+                except UnknownPeerError:
+                    return  # it has gone; who watches it knows
+                finally:
+                    self._look_again()
 
     def _send_frames(self, peer: str, frames: list[PlainBuffer]) -> None:
         send = self._socket.send
@@ -158,20 +207,35 @@ class Link:
     def _readable(self) -> bool:
         return bool(self._socket.getsockopt(zmq.EVENTS) & _POLLIN)  # type: ignore[operator]
 
-    def _take(self, frames: list[bytes]) -> None:
+    def _take(self, frames: list[PlainBuffer]) -> None:
         peer = SOLE_PEER
         if self._routes:
-            peer, frames = frames[0].decode(errors="replace"), frames[1:]
+            peer, frames = bytes(frames[0]).decode(errors="replace"), frames[1:]
         try:
             message = self._check(peer, frames)
         except WireError as error:
             self._on_fault(peer, error)
             return
-        self._on_message(peer, message)
+        if message is not None:
+            self._on_message(peer, message)
 
-    def _check(self, peer: str, frames: list[bytes]) -> Message:
+    def _check(self, peer: str, frames: list[PlainBuffer]) -> Message | None:
         number, expected = number_of(frames), self._received.get(peer, 0)
         if number != expected:
             raise WireError(f"message {expected} was lost on the way; {number} came instead")
         self._received[peer] = number + 1
-        return decode(frames)
+        kind = kind_of(frames)
+        if kind == PIECE:
+            self._inboxes.setdefault(peer, Inbox()).piece(frames)
+            self._loop.call_soon(lambda: self._piece_taken(peer))  # in the next round, so that this one has an end
+            return None
+        if kind == CREDIT:
+            count = credited(frames)
+            with self._lock:
+                if peer in self._outboxes:
+                    self._outboxes[peer].taken(count)
+            self._pump(peer)
+            return None
+        if not is_promised(frames):
+            return decode(frames)
+        return decode(self._inboxes.setdefault(peer, Inbox()).take(frames))

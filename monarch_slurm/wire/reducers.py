@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import importlib
 import pickle
 import sys
 from collections.abc import Callable, Mapping
@@ -96,6 +97,10 @@ _view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, c
 _WRITABLE = 0x200
 
 
+def _torch() -> Any:
+    return importlib.import_module("torch")  # which whoever receives no tensor need not have
+
+
 def _reduce_tensor(torch: ModuleType, tensor: Any) -> Any:
     plain = (
         tensor.layout is torch.strided
@@ -111,15 +116,13 @@ def _reduce_tensor(torch: ModuleType, tensor: Any) -> Any:
 
 
 def _to_tensor(storage: Any, dtype: Any, place: tuple[Any, Any, Any], requires_grad: bool) -> Any:
-    import torch
-
+    torch = _torch()
     tensor = torch.empty(0, dtype=dtype).set_(storage, *place)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
 def _to_parameter(storage: Any, dtype: Any, place: tuple[Any, Any, Any], requires_grad: bool) -> Any:
-    import torch
-
+    torch = _torch()
     return torch.nn.Parameter(_to_tensor(storage, dtype, place, requires_grad=False), requires_grad)
 
 
@@ -138,20 +141,16 @@ def _reduce_typed_storage(storage: Any) -> Any:
 
 
 def _to_typed_storage(storage: Any, dtype: Any) -> Any:
-    import torch
-
-    make: Any = torch.storage.TypedStorage
-    return make(wrap_storage=storage, dtype=dtype, _internal=True)
+    torch = _torch()
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 def _to_storage(data: Any) -> Any:
-    import torch
-
+    torch = _torch()
     view = memoryview(data)
     if isinstance(data, memoryview) and not view.readonly:
         return torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
-    make: Any = torch.UntypedStorage
-    made = make(view.nbytes)
+    made = torch.UntypedStorage(view.nbytes)
     if view.nbytes:
         with address_of(view) as source:
             copy_memory(made.data_ptr(), source, view.nbytes)
@@ -159,11 +158,9 @@ def _to_storage(data: Any) -> Any:
 
 
 def _to_device(storage: Any, device: str) -> Any:
-    import torch
-
-    make: Any = torch.UntypedStorage
+    torch = _torch()
     try:
-        return make(storage.nbytes(), device=device).copy_(storage)
+        return torch.UntypedStorage(storage.nbytes(), device=device).copy_(storage)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise RuntimeError(
             f"a tensor of the device {device} was sent here, and this process cannot have one there: {error}. Send "

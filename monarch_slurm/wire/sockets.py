@@ -12,7 +12,7 @@ import zmq.utils.z85
 from zmq.utils.monitor import parse_monitor_message
 
 from monarch_slurm.errors import MonarchSlurmError
-from monarch_slurm.wire.frames import MAX_HEADER_BYTES, PIECE_BYTES
+from monarch_slurm.wire.frames import MAX_HEADER_BYTES, MAX_PART_BYTES
 from monarch_slurm.wire.keys import Invitation, JobKeys
 from monarch_slurm.wire.limits import descriptor_limit, open_socket
 from monarch_slurm.wire.loop import Loop
@@ -20,7 +20,7 @@ from monarch_slurm.wire.ports import none_free, ports_to_try
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = MAX_HEADER_BYTES + PIECE_BYTES
+MAX_FRAME_BYTES = MAX_HEADER_BYTES + MAX_PART_BYTES
 """Larger frames are refused before there is memory for them, whoever announces them."""
 
 HANDSHAKE_MS = 10_000

@@ -12,9 +12,6 @@ from hypothesis import strategies as st
 
 from monarch_slurm.config import configured
 from monarch_slurm.wire import dumps, loads
-from monarch_slurm.wire.bulk import in_place
-from monarch_slurm.wire.frames import PIECE_BYTES
-from monarch_slurm.wire.link import _as_far_frames
 from monarch_slurm.wire.pickling import OUT_OF_BAND_BYTES, TooLargeError, from_bytes, to_bytes
 
 values = st.recursive(
@@ -74,30 +71,11 @@ def test_what_does_not_pickle_raises_its_own_error() -> None:
         dumps(((1, (x for x in ())), {}))
 
 
-@pytest.mark.parametrize("size", [PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES, 2 * PIECE_BYTES + 7])
-def test_large_values_travel_in_pieces(size: int) -> None:
-    array = np.arange(size, dtype=np.uint8)
-    for value in (array, {"arrays": [array, array[:OUT_OF_BAND_BYTES].copy()]}, "x" * size, ("y" * size, {})):
-        frames = [bytes(in_place(frame)) for frame in _as_far_frames(dumps(value))]
-        assert max(map(len, frames)) <= PIECE_BYTES
-        again = loads(frames)
-        if isinstance(value, dict):
-            assert all((a == b).all() for a, b in zip(again["arrays"], value["arrays"], strict=True))
-            again["arrays"][0][0] = 7  # writable
-        else:
-            assert np.array_equal(again, value)
-    near = dumps({"arrays": [array, array]})
-    array[:] = 1
-    one, other = loads(near)["arrays"]
-    assert one.nbytes == size
-    assert one[0] == other[0] == 0, "a snapshot"
-
-
 def test_values_beyond_the_limit_are_refused_where_they_are_sent() -> None:
-    with configured(max_frame_length=PIECE_BYTES + 5):
-        assert loads(dumps(np.zeros(PIECE_BYTES + 5, dtype=np.uint8))).nbytes == PIECE_BYTES + 5
+    with configured(max_frame_length=OUT_OF_BAND_BYTES + 5):
+        assert loads(dumps(np.zeros(OUT_OF_BAND_BYTES + 5, dtype=np.uint8))).nbytes == OUT_OF_BAND_BYTES + 5
         with pytest.raises(TooLargeError, match="setting max_frame_length"):
-            dumps(np.zeros(PIECE_BYTES + 6, dtype=np.uint8))
+            dumps(np.zeros(OUT_OF_BAND_BYTES + 6, dtype=np.uint8))
 
 
 def test_functions_that_travel_by_value_keep_the_name_of_their_file() -> None:
