@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Generator
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from monarch_slurm.actor import driving
 from monarch_slurm.actor.attention import Attention, attention
@@ -21,12 +21,23 @@ _UNSET: Any = object()
 _LONGEST = threading.TIMEOUT_MAX
 
 
+class Lazy(Protocol):
+    """What brings the result of a future only while somebody waits for it. For any thread."""
+
+    def look(self, future: Future[Any], on_loop: bool) -> None:
+        """Somebody begins to wait for ``future``, on the running event loop or by blocking."""
+
+    def leave(self, future: Future[Any], got: bool, on_loop: bool) -> None:
+        """Somebody waits no more: the result is there (``got``), or the wait ran out of time or was cancelled."""
+
+
 class Future(Generic[R]):
     """The result of something that runs elsewhere. The work was started when the future was made; the future only
     waits.
 
     A future can be waited for many times, by several threads and event loops; it always gives the same value or raises
-    the same exception. Dropping it does not stop the work.
+    the same exception. Dropping it does not stop the work. Two kinds begin when somebody first waits for them: those of
+    `returns_future`, and those of `PortReceiver.recv`, which then take their turn at the port.
     """
 
     def __init__(self) -> None:
@@ -41,10 +52,8 @@ class Future(Generic[R]):
     _value: Any
     _done: bool
     _waiters: list[Callable[[], None]]
-    _begin: Callable[[bool], None] | None
-    """Starts work that waits to be looked at (`returns_future`); told whether on the running event loop."""
-    _source: object
-    """What brings the result, and has to be there until then."""
+    _lazy: Lazy | None
+    """Until somebody has the result."""
     _helper: Callable[[], None] | None
     """Brings the result nearer on the thread that waits; returns when there is nothing more for it to do."""
     _what: str | Callable[[], str]
@@ -60,8 +69,7 @@ class Future(Generic[R]):
         future._value = _UNSET
         future._done = False
         future._waiters = []
-        future._begin = None
-        future._source = None
+        future._lazy = None
         future._helper = None
         future._what = ""
         return future
@@ -91,7 +99,7 @@ class Future(Generic[R]):
         with self._lock:
             if self._done:
                 return
-            self._thunk, self._error, self._done, self._source, self._helper = thunk, error, True, None, None
+            self._thunk, self._error, self._done, self._helper = thunk, error, True, None
             waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             waiter()
@@ -115,12 +123,10 @@ class Future(Generic[R]):
             if not self._done:
                 self._helper = helper
 
-    def _look(self, on_loop: bool) -> None:
-        """Begin what waits to be looked at."""
+    def _reopen(self) -> None:
+        """Take back a result that nobody has looked at."""
         with self._lock:
-            begin, self._begin = self._begin, None
-        if begin is not None:
-            begin(on_loop)
+            self._thunk, self._done = None, False
 
     def _outcome(self) -> R:
         if self._value is _UNSET and self._error is None:
@@ -134,6 +140,7 @@ class Future(Generic[R]):
                             raise
                         self._error = error
                     self._thunk = None
+            self._lazy = None
         if self._error is not None:
             raise self._error
         return self._value  # type: ignore[no-any-return]
@@ -145,20 +152,31 @@ class Future(Generic[R]):
             timeout: seconds; None waits for ever.
 
         Raises:
-            TimeoutError: no result within ``timeout``; a later call may still get it.
+            TimeoutError: no result within ``timeout``; a later call may still get it, but for a future of
+                `returns_future`, whose body has been cancelled.
             ValueError: ``timeout`` is negative, infinite or not a number.
         """
         if timeout is not None and (math.isnan(timeout) or math.isinf(timeout) or timeout < 0):
             raise ValueError(f"invalid timeout {timeout}: seconds, 0 or more, expected")
-        if not self._done:
+        lazy = self._lazy
+        if not self._done or lazy is not None:
             _warn_in_loop()
-            self._look(on_loop=False)
-            if not self._wait(timeout):
+            if not (self._wait(timeout) if lazy is None else self._wait_lazily(lazy, timeout)):
                 what = self._what if isinstance(self._what, str) else self._what()
                 raise TimeoutError(
                     f"no result within {timeout:g} s{what and ' of '}{what}; it is not lost: a later get() may have it"
                 )
         return self._outcome()
+
+    def _wait_lazily(self, lazy: Lazy, timeout: float | None) -> bool:
+        lazy.look(self, on_loop=False)
+        got = self._done
+        try:
+            if not got:
+                got = self._wait(timeout)
+        finally:
+            lazy.leave(self, got, on_loop=False)
+        return self._done  # it may have come at the last moment
 
     def _wait(self, timeout: float | None) -> bool:
         """Wait up to ``timeout`` seconds; return whether there is a result."""
@@ -230,7 +248,9 @@ class Future(Generic[R]):
             loop = asyncio.get_running_loop()
         except RuntimeError:
             raise RuntimeError("as_asyncio() requires a running asyncio event loop.") from None
-        self._look(on_loop=True)
+        lazy = self._lazy
+        if lazy is not None:
+            lazy.look(self, on_loop=True)
         local: asyncio.Future[R] = loop.create_future()
 
         def settle() -> None:
@@ -253,8 +273,14 @@ class Future(Generic[R]):
                 return  # that loop is closed; nobody can wait in it any more
 
         self._on_done(tell_loop)
+
+        def left(local: asyncio.Future[R]) -> None:
+            self._forget(tell_loop)
+            if lazy is not None:
+                lazy.leave(self, not local.cancelled(), on_loop=True)
+
         # Whoever holds the local future holds this one, too: a channel drops values for nobody only.
-        local.add_done_callback(lambda _: self._forget(tell_loop))
+        local.add_done_callback(left)
         return local
 
     def __await__(self) -> Generator[Any, None, R]:
@@ -262,7 +288,7 @@ class Future(Generic[R]):
             asyncio.get_running_loop()
         except RuntimeError:
             raise ValueError("__await__ with no active event loop: use .get() here") from None
-        if self._done:
+        if self._done and self._lazy is None:
             return self._outcome()
         return (yield from self.as_asyncio())
 

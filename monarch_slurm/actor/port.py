@@ -101,14 +101,18 @@ def _rebind(port: PortAddress | None, rank: int, once: bool) -> Port[Any]:
 class PortReceiver(Generic[R]):
     """Where the values of a channel come out, in the order of arrival.
 
+    A value belongs to the future that was waited for first (`Future.get`, ``await``), while it is waited for. A future
+    that nobody has waited for takes none; one whose wait runs out of time or is cancelled leaves its turn to others.
+
     When neither the receiver nor a future of it is referred to any more, what is sent to its port is dropped.
     """
 
     def __init__(self, runtime: Runtime, ranked: bool = False) -> None:
         self._lock = threading.Lock()
-        self._values: deque[tuple[int, str, Any]] = deque()
-        # Weak: a future that nobody looks at any more, after a time-out for one, must not swallow a value.
-        self._waiting: deque[weakref.ref[Future[Any]]] = deque()
+        self._values: deque[_Arrived] = deque()
+        self._count = 0
+        # Weak: a future that is waited for on an event loop that has ended must not swallow a value.
+        self._waiting: deque[weakref.ref[_Received]] = deque()
         self._ranked = ranked
         self._runtime = runtime
         take = weakref.WeakMethod(self._take)
@@ -116,17 +120,38 @@ class PortReceiver(Generic[R]):
         weakref.finalize(self, runtime.replies.close, self._number).atexit = False
 
     def recv(self) -> Future[R]:
-        """Return a future of the next value."""
-        future: Future[Any] = Future._pending()
+        """Return a future of the next value that nobody has, when it is first waited for."""
+        future = _Received._pending()
+        assert isinstance(future, _Received)
         future._what = "recv(): nothing was sent to the port"
-        future._source = self
-        with self._lock:
-            if not self._values:
-                self._waiting.append(weakref.ref(future))
-                return future
-            arrived = self._values.popleft()
-        self._settle(future, *arrived)
+        future._lazy = self
         return future
+
+    def look(self, future: Future[Any], on_loop: bool) -> None:
+        """Give ``future`` its value, or its turn. See `monarch_slurm.actor.future.Lazy`."""
+        assert isinstance(future, _Received)
+        with self._lock:
+            future.observers += 1
+            if future.observers > 1 or future._done:
+                return
+            if self._values:
+                self._settle(future, self._values.popleft())
+            else:
+                self._waiting.append(weakref.ref(future))
+
+    def leave(self, future: Future[Any], got: bool, on_loop: bool) -> None:
+        """Pass on the turn of ``future``, or the value that it has in vain."""
+        assert isinstance(future, _Received)
+        with self._lock:
+            future.observers -= 1
+            if got or future.observers:
+                return
+            if not future._done:
+                self._waiting = deque(other for other in self._waiting if other() not in (future, None))
+            elif future._lazy is not None and future.arrived is not None:
+                arrived, future.arrived = future.arrived, None
+                future._reopen()
+                self._pass_on(arrived)
 
     def ranked(self) -> PortReceiver[tuple[int, R]]:
         """Make `recv` give ``(rank, value)`` from here on; return this receiver."""
@@ -138,17 +163,26 @@ class PortReceiver(Generic[R]):
         self._runtime.replies.close(self._number)
 
     def _take(self, rank: int, status: str, frames: Any) -> None:
-        future = None
         with self._lock:
-            while future is None and self._waiting:
-                future = self._waiting.popleft()()
-            if future is None:
-                self._values.append((rank, status, frames))
-                return
-        self._settle(future, rank, status, frames)
+            self._count += 1
+            self._pass_on((self._count, rank, status, frames))
 
-    def _settle(self, future: Future[Any], rank: int, status: str, frames: Any) -> None:
+    def _pass_on(self, arrived: _Arrived) -> None:
+        future = None
+        while future is None and self._waiting:
+            future = self._waiting.popleft()()
+        if future is not None:
+            self._settle(future, arrived)
+        elif self._values and arrived < self._values[0]:  # one that comes back
+            self._values.appendleft(arrived)
+        else:
+            self._values.append(arrived)
+
+    def _settle(self, future: _Received, arrived: _Arrived) -> None:
+        _, rank, status, frames = future.arrived = arrived
+
         def value() -> Any:
+            future.arrived = None
             received = loads(frames)
             if status == EXCEPTION:
                 raise received
@@ -162,6 +196,17 @@ class PortReceiver(Generic[R]):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a PortReceiver belongs to the process that opened it; send its Port instead")
+
+
+_Arrived = tuple[int, int, str, Any]
+"""A value: how many came before it and itself, the sender's rank, `VALUE` or `EXCEPTION`, and its frames."""
+
+
+class _Received(Future[Any]):
+    """A future of a receiver; ``observers`` wait for it. The receiver's lock is for these."""
+
+    observers = 0
+    arrived: _Arrived | None = None
 
 
 def _hand_on(take: Callable[[], Callable[[int, str, Any], None] | None], arrived: tuple[int, str, Any]) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from pathlib import Path
 
-from monarch_slurm.actor import driving
+from monarch_slurm.actor import driving, import_lock
 from monarch_slurm.actor.birth import make_cell
 from monarch_slurm.actor.code_sync.receiver import set_agent_folder
 from monarch_slurm.actor.context import set_client_boot, set_proc_runtime
@@ -183,6 +183,7 @@ def main(spec: ProcSpec) -> int:
     # The thread that got a fatal signal leaves its stack on stderr, whose end the failure report quotes.
     faulthandler.enable(all_threads=False)
     register_stacks()
+    import_lock.install()
     clear_runtime_config()
     configure(**spec.settings)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)

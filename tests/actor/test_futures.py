@@ -4,13 +4,15 @@ import asyncio
 import functools
 import gc
 import pickle
+import random
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
 from sample_actors import Log
-from support import DEADLINE
+from support import DEADLINE, wait_until
 
 from monarch_slurm.actor import ActorError, Channel, Future, ProcMesh, context, returns_future
 
@@ -287,6 +289,109 @@ def test_a_future_that_was_given_up_swallows_no_value() -> None:
     assert receiver.recv().get(DEADLINE) == "for whoever asks next"
 
 
+def test_a_future_takes_its_value_when_it_is_first_waited_for() -> None:
+    port, receiver = Channel.open()
+    first, second, third = (receiver.recv() for _ in range(3))
+    for number in range(4):
+        port.send(number)
+    receiver.recv()  # nobody waits for this one
+    assert third.get(DEADLINE) == 0
+    assert first.exception(DEADLINE) is None
+    assert first.get() == 1
+
+    async def main() -> list[object]:
+        return [await second.as_asyncio(), await receiver.recv(), await third, await first]
+
+    assert asyncio.run(main()) == [2, 3, 0, 1]
+    assert isinstance(receiver.recv().exception(0), TimeoutError)
+
+
+def test_values_go_to_those_who_wait_in_the_order_in_which_they_began() -> None:
+    port, receiver = Channel.open()
+
+    async def main() -> list[object]:
+        futures = [receiver.recv() for _ in range(5)]
+        locals_ = [futures[index].as_asyncio() for index in (3, 1, 4, 0, 2)]
+        locals_[1].cancel()
+        await asyncio.sleep(0)  # the loop tells of it
+        for number in range(4):
+            port.send(number)
+        got = await asyncio.gather(*(local for local in locals_ if not local.cancelled()))
+        port.send("for the one that was cancelled before")
+        return [*got, await futures[1]]
+
+    assert asyncio.run(main()) == [0, 1, 2, 3, "for the one that was cancelled before"]
+
+
+def test_a_future_that_timed_out_leaves_the_next_value_to_others_and_can_wait_again() -> None:
+    port, receiver = Channel.open()
+    early = receiver.recv()
+    assert isinstance(early.exception(0.001), TimeoutError)
+    port.send("first")
+    port.send("second")
+    assert receiver.recv().get(DEADLINE) == "first"
+    assert early.get(DEADLINE) == "second"
+
+
+def test_a_value_that_came_as_its_await_was_cancelled_goes_to_the_next() -> None:
+    port, receiver = Channel.open()
+
+    async def main() -> list[object]:
+        cancelled = receiver.recv().as_asyncio()
+        waiting = receiver.recv().as_asyncio()
+        port.send("first")
+        port.send("second")
+        wait_until(lambda: not receiver._waiting, "both values came")
+        cancelled.cancel()  # before this loop could hand it on
+        return [await waiting, await receiver.recv()]
+
+    assert sorted(asyncio.run(main()), key=str) == ["first", "second"]
+
+
+def test_no_value_is_lost_or_doubled_whatever_waits_and_gives_up() -> None:
+    port, receiver = Channel.open()
+    count, got, lock = 600, [], threading.Lock()
+    chance = random.Random(3)
+
+    def take() -> None:
+        while True:
+            value = receiver.recv().exception(chance.choice([0, 0.0005, 0.01]))
+            if isinstance(value, Given):
+                with lock:
+                    got.append(value.args[0])
+                    if len(got) == count:
+                        return
+            with lock:
+                if len(got) >= count:
+                    return
+
+    async def await_some() -> None:
+        while len(got) < count:
+            local = receiver.recv().as_asyncio()
+            done, _ = await asyncio.wait([local], timeout=chance.choice([0, 0.0005, 0.01]))
+            if done:
+                with lock:
+                    got.append(local.exception().args[0])  # type: ignore[union-attr]
+            else:
+                local.cancel()
+
+    threads = [threading.Thread(target=take) for _ in range(2)]
+    threads.append(threading.Thread(target=lambda: asyncio.run(await_some())))
+    for thread in threads:
+        thread.start()
+    for number in range(count):
+        port.exception(Given(number))
+        if number % 7 == 0:
+            time.sleep(0.0005)
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert sorted(got) == list(range(count))
+
+
+class Given(Exception):
+    pass
+
+
 def test_a_future_that_is_awaited_gets_its_value_though_nobody_else_holds_it() -> None:
     port, receiver = Channel.open()
 
@@ -297,7 +402,7 @@ def test_a_future_that_is_awaited_gets_its_value_though_nobody_else_holds_it() -
         gc.collect()
         port.send("first")
         port.send("second")
-        return await waiting, await local
+        return await local, await waiting  # in the order in which they are first waited for
 
     assert asyncio.run(wait()) == ("first", "second")
 
@@ -402,6 +507,71 @@ def test_waiting_for_a_body_can_be_given_up_and_the_body_goes_on() -> None:
         assert len(gates) == 1
 
     asyncio.run(main())
+
+
+def clean_up(events: list[str]) -> Future[str]:
+    @returns_future
+    async def slow() -> str:
+        events.append("begins")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            events.append("cleaned up")
+        return "never"
+
+    return slow()
+
+
+def test_a_get_that_runs_out_of_time_cancels_the_body_and_has_it_clean_up() -> None:
+    events: list[str] = []
+    future = clean_up(events)
+    with pytest.raises(TimeoutError, match=r"slow\(\) was cancelled: a get\(\) of it ran out of time"):
+        future.get(0.5)
+    assert events == ["begins", "cleaned up"]
+    with pytest.raises(TimeoutError, match="was cancelled"):
+        future.get(DEADLINE)
+    assert isinstance(clean_up([]).exception(0.0), TimeoutError)
+
+
+def test_a_get_that_is_interrupted_cancels_the_body() -> None:
+    events: list[str] = []
+    future = clean_up(events)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        wait_until(lambda: events, "the body")
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        future.get(DEADLINE)
+    thread.join()
+    assert events == ["begins", "cleaned up"]
+
+
+def test_a_get_that_runs_out_of_time_leaves_the_body_to_others_who_wait() -> None:
+    gate = threading.Event()
+
+    @returns_future
+    async def slow() -> str:
+        while not gate.is_set():
+            await asyncio.sleep(0.001)
+        return "done"
+
+    future = slow()
+    got: list[str] = []
+    other = threading.Thread(target=lambda: got.append(future.get(DEADLINE)))
+    other.start()
+    wait_until(lambda: future._lazy._observers == 1, "the other waits")  # type: ignore[union-attr]
+    with pytest.raises(TimeoutError, match=r"no result within 0\.01 s"):
+        future.get(0.01)
+    gate.set()
+    other.join(DEADLINE)
+    assert got == ["done"]
+    assert future.get() == "done"
 
 
 def test_a_body_whose_loop_ends_is_an_error() -> None:
