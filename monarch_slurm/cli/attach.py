@@ -24,7 +24,10 @@ SLURM_PAUSE = 10.0
 @click.command()
 @click.argument("job")
 @click.option("--log-dir", help="Folder that holds the job's folder, if Slurm has forgotten the job [default: runs].")
-def attach(job: str, log_dir: str | None) -> None:
+@click.option(
+    "--timeout", type=click.FloatRange(0), help="Seconds to wait for the job to start [default: as long as it waits]."
+)
+def attach(job: str, log_dir: str | None, timeout: float | None) -> None:
     """Watch a running job: the live view of a training, or else hosts, procs and what its actors do.
 
     JOB is Slurm's number of a job, or its folder. As many as like may watch; Ctrl-C ends the watching, not the job.
@@ -36,7 +39,7 @@ def attach(job: str, log_dir: str | None) -> None:
     from monarch_slurm.wire.admin import QUESTIONS
 
     found = find_job(job, log_dir, answers_within(SLURM_SECONDS))
-    wait_for_start(found.job_id, None, print_notice, query)
+    wait_for_start(found.job_id, timeout, print_notice, query)
     try:
         with AdminClient(found.folder.path) as client:
             if "training_events" in client.ask(QUESTIONS):

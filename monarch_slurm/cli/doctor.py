@@ -34,7 +34,7 @@ _COLOURS = {"ok": "green", "absent": None, "warn": "yellow", "bad": "red"}
     type=click.FloatRange(1, 600),
     default=10.0,
     show_default=True,
-    help="Seconds until a node counts as silent.",
+    help="Seconds for Slurm to allocate the nodes, and then until a node counts as silent.",
 )
 @click.option("--gpus/--no-gpus", "touch_gpus", default=True, show_default=True, help="Let each GPU compute something.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
@@ -102,7 +102,7 @@ def _ask_nodes(
         names,
         seconds=timeout,
         options=[*options, *slurm_args],
-        waiting=lambda: click.echo("waiting for Slurm to start a task on each node ...", err=True),
+        waiting=lambda text: click.echo(text, err=True),
     )
 
 

@@ -28,6 +28,7 @@ from monarch_slurm.job.notice import SAVED
 from monarch_slurm.job.processes import end_processes, find_processes
 from monarch_slurm.job.requested import cancel_all, cancel_waiting
 from monarch_slurm.job.requeue import kill_wait, requeue
+from monarch_slurm.job.slurm_options import check_srun_options
 from monarch_slurm.job.steps import HOST_STEP, Steps, program_step, signal_program_step, step_command, step_environment
 from monarch_slurm.job.supervisor import (
     AGENT_GRACE,
@@ -77,6 +78,14 @@ class BatchPlan:
     session: bool = False
     step_name: str = HOST_STEP
     joins: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the options of srun.
+
+        Raises:
+            JobSpecError: one cannot be given.
+        """
+        check_srun_options(self.srun_args)
 
     def program_command(self, folder: JobFolder, node: str, group: int | None = None) -> list[str]:
         """Return the command line of the program on the head node ``node``; ``group`` is the component of that."""

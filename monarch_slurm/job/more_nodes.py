@@ -7,19 +7,21 @@ ended. What still waits in the queue then is cancelled, by the program and by th
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
-import shlex
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from monarch_slurm.config import settings
 from monarch_slurm.job.batch import BatchPlan
-from monarch_slurm.job.errors import JobError, JobNotFoundError, NodeListError, SlurmUnreachableError
+from monarch_slurm.job.errors import HostStartError, JobError, JobNotFoundError, NodeListError, SlurmUnreachableError
 from monarch_slurm.job.folder import JobFolder
+from monarch_slurm.job.head import ask_quickly
 from monarch_slurm.job.nodelist import compress, expand
-from monarch_slurm.job.request import SlurmRequest, option_lines
+from monarch_slurm.job.request import SlurmRequest
 from monarch_slurm.job.requested import cancel_waiting, new_request_folder
 from monarch_slurm.job.sick import leave_out_sick
 from monarch_slurm.job.status import Phase, query, wait_for_start
@@ -33,9 +35,6 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
 """Pause between two looks whether a node that Slurm has given has joined."""
-
-_EXCLUDE = ("-x", "--exclude")
-_OF_THE_FIRST = ("-w", "--nodelist", "-N", "--nodes", "-F", "--nodefile", "-d", "--dependency", "-a", "--array")
 
 
 class NodeRequests:
@@ -88,48 +87,36 @@ class NodeRequests:
         """Return when the host has joined.
 
         Raises:
-            JobError: its job has ended before.
+            JobError: its job has ended before, or the host has not joined in time.
         """
         from monarch_slurm.actor.client import client
 
+        seconds = settings().host_join_timeout
+        deadline = time.monotonic() + seconds
         while name not in {info.name for info in client().joined}:
-            try:
-                status = query(job_id)
-            except SlurmUnreachableError:
-                continue
-            if status.phase in (Phase.ENDING, Phase.ENDED):
-                raise JobNotFoundError(f"{status}; look at {self._folder.host_log(name)}")
+            with contextlib.suppress(SlurmUnreachableError):
+                status = query(job_id, ask_quickly)
+                if status.phase in (Phase.ENDING, Phase.ENDED):
+                    raise JobNotFoundError(f"{status}; look at {self._folder.host_log(name)}")
+            if time.monotonic() > deadline:
+                with contextlib.suppress(SlurmUnreachableError):
+                    ask_quickly(["scancel", str(job_id)])
+                raise HostStartError(
+                    f"host {name} of job {job_id} did not join within {seconds:g} s; look at "
+                    f"{self._folder.host_log(name)}"
+                )
             time.sleep(LOOK_SECONDS)
 
 
 def small_request(request: SlurmRequest, nodes: Iterable[str]) -> SlurmRequest:
     """Return the request for one more node like those of ``request``, but none of ``nodes``."""
-    arguments, excluded = _split(request.slurm_args)
-    listed = [name for text in [request.exclude or "", *excluded] for name in expand(text)]
     return replace(
         request,
         nodes=1,
         spares=0,
         job_name=f"{request.job_name}-more",
-        slurm_args=arguments,
         nodelist=None,
         dependency=None,
         requeue=False,
-        exclude=compress(sorted({*listed, *nodes})),
+        exclude=compress(sorted({*expand(request.exclude or ""), *nodes})),
     )
-
-
-def _split(slurm_args: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Return the options that hold for one more node, too, and the nodes that are excluded by the others."""
-    kept: list[str] = []
-    excluded = []
-    for line in option_lines(slurm_args):
-        words = shlex.split(line)
-        name, _, value = words[0].partition("=")
-        if not name.startswith("--") and len(name) > 2:
-            name, value = name[:2], name[2:]
-        if name in _EXCLUDE:
-            excluded.append(value or words[-1])
-        elif name not in _OF_THE_FIRST:
-            kept += words
-    return tuple(kept), excluded

@@ -5,16 +5,20 @@ A `SlurmRequest` holds what a user has said, checked; `monarch_slurm.job.submiss
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from monarch_slurm.host.places import OnLost
 from monarch_slurm.job.checks import check_spares
 from monarch_slurm.job.container import Container
 from monarch_slurm.job.errors import JobSpecError
+from monarch_slurm.job.slurm_options import KEYWORDS, check_srun_options, merged_options
+
+logger = logging.getLogger(__name__)
 
 TIME_LIMIT = re.compile(r"(?:[0-9]+-)?[0-9]+(?::[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -49,8 +53,12 @@ class NodeSpec:
     spares: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "slurm_args", tuple(self.slurm_args))
-        option_lines(self.slurm_args)
+        names = {item.name for item in fields(self)}
+        mine = {option: name for option, name in KEYWORDS.items() if name in names}
+        kept, keywords = merged_options(self.slurm_args, mine)
+        for name, value in keywords.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "slurm_args", kept)
         check_spares(self.spares)
 
 
@@ -61,7 +69,8 @@ class SlurmRequest:
     Attributes:
         nodes: how many are to be used.
         components: of a heterogeneous job, in order, together ``nodes``; empty for a job of like nodes.
-        slurm_args: further options of sbatch, each as on its command line; they win over all others.
+        slurm_args: further options of sbatch, each as on its command line. Those that are attributes here, such as
+            ``--time``, replace these attributes. See `monarch_slurm.job.slurm_options`.
         srun_args: further options of the srun that starts each host.
         setup: shell lines for the head node before the program and the agents start.
         preflight: shell commands that must succeed on each node before its agent starts.
@@ -74,6 +83,7 @@ class SlurmRequest:
         address: option for `find_address`: where the controller listens.
         data_address: likewise, for what procs tell one another; None on each node takes the one that reaches the
             controller.
+        avoid: whether nodes that were lost or not fit recently are left out, see `monarch_slurm.job.sick`.
     """
 
     nodes: int
@@ -111,8 +121,10 @@ class SlurmRequest:
     health_check: bool | None = None
     address: str | None = None
     data_address: str | None = None
+    avoid: bool = True
 
     def __post_init__(self) -> None:
+        self._merge_slurm_args()
         if self.time_limit is not None and not TIME_LIMIT.fullmatch(self.time_limit):
             raise JobSpecError(
                 f"time limit {self.time_limit!r}: write minutes, hours:minutes:seconds, days-hours or "
@@ -127,11 +139,21 @@ class SlurmRequest:
             raise JobSpecError("venv and conda exclude each other: one Python is activated")
         if self.notice is not None and self.notice < 1:
             raise JobSpecError(f"notice is {self.notice}; at least 1 second expected")
-        option_lines(self.slurm_args)
-        if bad := [argument for argument in self.srun_args if not argument.startswith("-") or "\n" in argument]:
-            raise JobSpecError(f"srun argument {bad[0]!r}: write an option and its value as one, such as --mpi=pmix")
+        check_srun_options(self.srun_args)
+        if bad := [line for line in self.setup if line.lstrip().startswith("#SBATCH")]:
+            raise JobSpecError(f"setup line {bad[0]!r}: options of sbatch belong into slurm_args (--slurm-arg)")
         if bad := [name for name in self.env if not _VARIABLE.fullmatch(name)]:
             raise JobSpecError(f"environment variable {bad[0]!r}: letters, digits and '_' expected")
+
+    def _merge_slurm_args(self) -> None:
+        """Make options of sbatch that are attributes here these attributes."""
+        kept, keywords = merged_options(self.slurm_args)
+        for name, value in keywords.items():
+            before = getattr(self, name)
+            if before not in (None, value) and name not in ("job_name", "exclusive"):  # which always say something
+                logger.warning("slurm_args: %s %r replaces %r", name, value, before)
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "slurm_args", kept)
 
     @property
     def kinds(self) -> list[tuple[int, int]]:
@@ -181,27 +203,6 @@ class SlurmRequest:
             lines.append(f'eval "$(conda shell.bash hook)" && conda activate {shlex.quote(self.conda)} || exit 1')
         lines += [f"export {name}={shlex.quote(str(value))}" for name, value in self.env.items()]
         return [*lines, *self.setup]
-
-
-def option_lines(arguments: Sequence[str]) -> list[str]:
-    """Return sbatch's options in ``arguments``, one per line; ``["-C", "mi300"]`` may also be ``["-C mi300"]``.
-
-    Raises:
-        JobSpecError: a value has no option before it, or an argument has a line break.
-    """
-    lines: list[str] = []
-    for argument in arguments:
-        if "\n" in argument:
-            raise JobSpecError(f"the Slurm option {argument!r} has a line break")
-        if argument.startswith("-"):
-            name, blank, value = argument.partition(" ")
-            separate_value = blank and "=" not in name
-            lines.append(f"{name} {shlex.quote(value)}" if separate_value else shlex.quote(argument))
-        elif lines and " " not in lines[-1] and "=" not in lines[-1]:
-            lines[-1] += f" {shlex.quote(argument)}"
-        else:
-            raise JobSpecError(f"Slurm option {argument!r}: an option starts with '-', such as --constraint=mi300")
-    return lines
 
 
 def split_meshes(meshes: Mapping[str, int | NodeSpec]) -> tuple[dict[str, int], tuple[NodeSpec, ...]]:

@@ -31,6 +31,7 @@ from monarch_slurm.job.batch import BatchPlan
 from monarch_slurm.job.diagnosis import gather_or_explain
 from monarch_slurm.job.errors import HostsTakenError, JobError
 from monarch_slurm.job.folder import JobFolder, write_whole
+from monarch_slurm.job.follow import print_notice
 from monarch_slurm.job.nodelist import compress
 from monarch_slurm.job.status import JobId, run_command
 from monarch_slurm.job.steps import Steps
@@ -48,6 +49,12 @@ STEP_PREFIX = "session-"
 
 ENDING_SECONDS = 15.0
 """What a session that ends may take; then its steps are cancelled."""
+
+CANCEL_SECONDS = 60.0
+"""What a step may take to end after it was cancelled: Slurm's KillWait is 30 s unless set."""
+
+TELL_SECONDS = 2.0
+"""Time after which the user hears what is waited for."""
 
 _PLAN_FILE = "session.pkl"
 _POLL_SECONDS = 0.2
@@ -177,6 +184,7 @@ def _wait_for_predecessor(allocation: SlurmAllocation, record: Path, take_over: 
         HostsTakenError: they are not.
     """
     deadline = time.monotonic() + ENDING_SECONDS
+    told = False
     while not take_over and (owner := _Owner.read(record)) is not None and not owner.is_gone():
         here = owner.host == socket.gethostname()
         if here or (time.monotonic() > deadline and _session_steps(allocation.command_id)):
@@ -186,6 +194,9 @@ def _wait_for_predecessor(allocation: SlurmAllocation, record: Path, take_over: 
             )
         if time.monotonic() > deadline:
             return  # its machine is gone
+        if not told:
+            print_notice(f"waiting up to {ENDING_SECONDS:g} s for another program that had these nodes ({owner})")
+            told = True
         time.sleep(_POLL_SECONDS)
 
 
@@ -199,13 +210,27 @@ def _session_steps(job_id: JobId, prefix: str = STEP_PREFIX) -> list[str]:
 
 
 def _clear_steps(job_id: JobId) -> None:
-    """Wait until no earlier session has a step left; cancel those that do not end."""
-    deadline = time.monotonic() + ENDING_SECONDS
+    """Wait until no earlier session has a step left; cancel those that do not end.
+
+    Raises:
+        HostsTakenError: steps are left although they were cancelled.
+    """
+    began = time.monotonic()
+    told = cancelled = False
     while steps := _session_steps(job_id):
-        if time.monotonic() > deadline:
-            logger.warning("cancelling steps that an earlier session left: %s", ", ".join(steps))
+        waited = time.monotonic() - began
+        if waited > ENDING_SECONDS and not cancelled:
+            print_notice(f"cancelling steps that an earlier session left: {', '.join(steps)}")
             run_command(["scancel", *steps])
-            deadline = time.monotonic() + ENDING_SECONDS
+            cancelled = True
+        elif waited > ENDING_SECONDS + CANCEL_SECONDS:
+            raise HostsTakenError(
+                f"steps of an earlier session have not ended {CANCEL_SECONDS:g} s after they were cancelled: "
+                f"{', '.join(steps)}; is their node well? Try again later, or leave it out with another allocation"
+            )
+        elif waited > TELL_SECONDS and not told:
+            print_notice(f"waiting for the end of an earlier session's steps: {', '.join(steps)}")
+            told = True
         time.sleep(_POLL_SECONDS)
 
 

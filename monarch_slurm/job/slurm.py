@@ -50,7 +50,8 @@ class SlurmJob(JobTrait):
         meshes: name and number of nodes of each mesh; nodes are dealt out in this order. A `NodeSpec` in place of a
             number asks for nodes of another kind, and makes the job a heterogeneous one.
         python_exe: command that starts Python on the nodes, in shell words; None takes the Python that runs here.
-        slurm_args: further options of sbatch, as on its command line; they win over the others.
+        slurm_args: further options of sbatch, as on its command line. One that has a keyword here replaces it; one that
+            this package sets itself, such as ``--array``, ``--signal`` or ``--output``, is refused.
         job_name: Slurm's name of the job.
         ntasks_per_node: CPUs are asked for as this many tasks of ``cpus_per_task`` would; one agent runs per node.
         time_limit: as ``sbatch --time`` takes it; None leaves it to the partition. About a minute before the end the

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import re
 import shlex
 import shutil
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import submitit
@@ -22,8 +25,9 @@ import submitit
 from monarch_slurm.job.batch import BatchPlan, run_batch
 from monarch_slurm.job.errors import NoSlurmError, SlurmUnreachableError, SubmitError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
-from monarch_slurm.job.request import NodeSpec, SlurmRequest, option_lines
+from monarch_slurm.job.request import NodeSpec, SlurmRequest
 from monarch_slurm.job.share import with_share
+from monarch_slurm.job.slurm_options import KEYWORDS, ignored_variables, option_lines
 from monarch_slurm.job.status import Run, run_command
 from monarch_slurm.job.supervisor import BATCH_VARIABLE
 from monarch_slurm.job.unreachable import no_answer, slurm_words
@@ -31,8 +35,14 @@ from monarch_slurm.job.unreachable import no_answer, slurm_words
 LIMIT_NOTICE = 60
 """Seconds before the time limit at which the program is asked to end; Slurm may be up to a minute early."""
 
+TELL_SECONDS = 5.0
+"""Time after which the user hears that sbatch still waits for slurmctld."""
+
 _INHERITED = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SUBMITIT_", "PMI_", "PMIX_", FOLDER_VARIABLE, BATCH_VARIABLE)
 _KEPT = ("SLURM_CONF", "SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_WCKEY")
+
+
+logger = logging.getLogger(__name__)
 
 
 class _Executor(submitit.SlurmExecutor):
@@ -41,12 +51,20 @@ class _Executor(submitit.SlurmExecutor):
     And Python takes the place of the script's shell, which would die of signals that are for `run_batch`.
     """
 
+    given: Mapping[str, object] = MappingProxyType({})
+    """Keywords of the request; sbatch would let its environment variables win over the options that they become."""
+
     @property
     def _submitit_command_str(self) -> str:
         return f"exec {super()._submitit_command_str}"
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        unset = [item for name in inherited_variables(os.environ) for item in ("-u", name)]
+        ours = os.environ.keys() - set(inherited_variables(os.environ))
+        refused, overridden = ignored_variables({name: os.environ[name] for name in ours}, self.given)
+        for name in refused:
+            logger.warning("%s=%s is ignored: monarch_slurm sets this option of sbatch itself", name, os.environ[name])
+        names = sorted({*inherited_variables(os.environ), *refused, *overridden})
+        unset = [item for name in names for item in ("-u", name)]
         return [*(["env", *unset] if unset else []), "sbatch", str(submission_file_path)]
 
     def submit_calls(self, calls: Sequence[tuple[Any, ...]]) -> str:
@@ -103,6 +121,12 @@ def _executor(request: SlurmRequest, folder: JobFolder, parallel: int | None = N
         ],
         use_srun=False,
     )
+    executor.given = {
+        name: next(
+            (value for each in (request, *request.components) if (value := getattr(each, name, None)) is not None), None
+        )
+        for name in KEYWORDS.values()
+    }
     return executor
 
 
@@ -211,12 +235,19 @@ def _checked_executor(request: SlurmRequest, folder: JobFolder, parallel: int | 
 
 @contextlib.contextmanager
 def _explained(request: SlurmRequest) -> Iterator[None]:
+    # sbatch tries for minutes while slurmctld is busy
+    text = "waiting for Slurm's controller to take the job; sbatch gives up by itself"
+    timer = threading.Timer(TELL_SECONDS, print, args=(text,), kwargs={"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
     try:
         # submitit prints what sbatch complains of, and raises it as well
         with contextlib.redirect_stderr(io.StringIO()):
             yield
     except submitit.core.utils.FailedJobError as error:
         raise _explain(str(error), request) from None
+    finally:
+        timer.cancel()
 
 
 def _link_script(folder: JobFolder, job_id: str) -> None:
@@ -232,7 +263,7 @@ def _check_node_count(request: SlurmRequest, run: Run = run_command) -> None:
     wanted = (
         request.partition or os.environ.get("SBATCH_PARTITION") or next((n for n in sizes if n.endswith("*")), None)
     )
-    if wanted is None or any(re.match(r"-p|--partition|--clusters|-M", argument) for argument in request.slurm_args):
+    if wanted is None:
         return
     known = {name.rstrip("*"): count for name, count in sizes.items()}
     names = [name.rstrip("*") for name in wanted.split(",")]

@@ -28,7 +28,7 @@ def test_one_node_of_the_kind_of_the_lost_one() -> None:
     request = SlurmRequest(3, "train", "python", components=kinds, partition="mi300", gpus_per_node=8, mem="2G")
     small = small_request(request.of_kind(1), ("n1", "n2", "n3", "n4"))
     assert (small.all_nodes, small.components, small.partition) == (1, (), "cpu")
-    assert (small.mem, small.gpus_per_node, small.slurm_args) == ("2G", 8, ("-C", "big"))
+    assert (small.mem, small.gpus_per_node, small.constraint) == ("2G", 8, "big")
     assert small.exclude == "n[1-4]"
 
 
@@ -47,12 +47,12 @@ def test_what_names_nodes_is_for_the_first_job_alone() -> None:
 @pytest.mark.parametrize(
     ("given", "kept", "excluded"),
     [
-        (("--constraint=mi300", "-w n[1-3]"), ("--constraint=mi300",), "n[1-3]"),
-        (("-wn1", "--nodelist", "n1", "-C", "a b"), ("-C", "a b"), "n[1-3]"),
-        (("--exclude=n[8-9]", "-x", "n6", "-N3", "--array=1-2"), (), "n[1-3,6,8-9]"),
-        (("--comment=a b", "--dependency=singleton"), ("--comment=a b",), "n[1-3]"),
+        (("--switches=1", "-w n[1-3]"), ("--switches=1",), "n[1-3]"),
+        (("-wn1", "--nodelist", "n1", "-L", "a b"), ("-L", "a b"), "n[1-3]"),
+        (("--exclude=n[8-9]",), (), "n[1-3,8-9]"),
+        (("--tmp=1G", "--dependency=singleton"), ("--tmp=1G",), "n[1-3]"),
     ],
 )
 def test_options_of_sbatch(given: tuple[str, ...], kept: tuple[str, ...], excluded: str) -> None:
     small = asked(slurm_args=given)
-    assert (small.slurm_args, small.exclude) == (kept, excluded)
+    assert (small.slurm_args, small.exclude, small.nodelist, small.dependency) == (kept, excluded, None, None)

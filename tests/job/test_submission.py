@@ -18,7 +18,7 @@ from monarch_slurm.job import (
     SlurmJob,
     SubmitError,
 )
-from monarch_slurm.job.request import option_lines
+from monarch_slurm.job.slurm_options import option_lines
 from monarch_slurm.job.submission import inherited_variables
 
 RECORDED = Path(__file__).parent / "recorded"

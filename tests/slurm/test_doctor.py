@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from slurm_nodes import Cluster
+from slurm_nodes import Cluster, wait_until
 
 DOCTOR = [sys.executable, "-m", "monarch_slurm", "doctor"]
 
@@ -39,3 +39,20 @@ def test_a_node_that_is_not_there(cluster: Cluster) -> None:
     assert done.returncode == 1
     assert "error: srun could not reach n9" in done.stderr
     assert "Invalid node name" in done.stderr
+
+
+def test_the_wait_for_nodes_that_are_not_free_ends_and_says_why(cluster: Cluster) -> None:
+    job = cluster.run(
+        "sbatch", "--parsable", "-w", "n2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1000"
+    ).strip()
+    cluster.run("scontrol", "update", "nodename=n3", "state=drain", "reason=bad fan")
+    try:
+        wait_until(lambda: cluster.run("squeue", "-h", "-t", "R", "-o", "%i").split() == [job], "the other job")
+        done = subprocess.run([*DOCTOR, "--nodes", "n[2-4]", "--timeout", "4"], capture_output=True, text=True)
+        why = f"n2 is allocated to job {job} of root; n3 is drained (bad fan)"
+        assert f"waiting for Slurm to allocate n[2-4]: {why}\n" in done.stderr
+        assert f"error: Slurm did not allocate n[2-4] within 4 s: {why}. Examine other nodes" in done.stderr
+        assert done.returncode == 1
+        wait_until(lambda: cluster.run("squeue", "-h", "-o", "%i").split() == [job], "doctor's own job to be gone")
+    finally:
+        cluster.run("scontrol", "update", "nodename=n3", "state=resume")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from monarch_slurm.job import (
     SubmitError,
     follow,
 )
+from monarch_slurm.job.slurm_options import KEYWORDS, REFUSED_BY_SBATCH
 
 Program = Callable[[str], list[str]]
 
@@ -176,3 +178,23 @@ def test_waiting_in_the_queue_can_be_limited(cluster: Cluster, capsys: pytest.Ca
 def test_a_job_that_was_not_submitted_has_no_number() -> None:
     with pytest.raises(JobError, match="call apply"):
         _ = SlurmJob({"hosts": 1}).job_id
+
+
+REACH_SBATCH = {
+    "acctg-freq", "bb", "bbf", "begin", "cluster-constraint", "container", "contiguous", "core-spec",
+    "cores-per-socket", "cpu-freq", "cpus-per-gpu", "deadline", "delay-boot", "distribution", "extra-node-info",
+    "get-user-env", "gid", "gpu-bind", "gpu-freq", "gpus", "gpus-per-socket", "gpus-per-task", "gres-flags", "hold",
+    "ignore-pbs", "licenses", "mail-type", "mail-user", "mcs-label", "mem-per-cpu", "mem-per-gpu", "mincpus",
+    "nice", "overcommit", "oversubscribe", "power", "priority", "profile", "propagate", "reboot",
+    "sockets-per-node", "spread-job", "switches", "thread-spec", "threads-per-core", "time-min", "tmp", "uid",
+    "use-min-nodes", "verbose", "wckey",
+}  # fmt: skip
+"""Options that change nothing that this package depends on."""
+
+
+def test_each_option_of_this_sbatch_is_refused_or_a_keyword_or_known_to_do_no_harm(cluster: Cluster) -> None:
+    there = set(re.findall(r"(?<![\w-])--([a-z][a-z-]+)", cluster.run("sbatch", "--help")))
+    assert {"array", "signal", "time"} <= there
+    known = REFUSED_BY_SBATCH.keys() | KEYWORDS.keys() | REACH_SBATCH
+    assert there - known == set()
+    assert REACH_SBATCH & (REFUSED_BY_SBATCH.keys() | KEYWORDS.keys()) == set()

@@ -2,6 +2,8 @@
 
 # Parameters
 #SBATCH --account=physics
+#SBATCH --comment='two words'
+#SBATCH --constraint='fast fabric'
 #SBATCH --cpus-per-task=96
 #SBATCH --gpus-per-node=8
 #SBATCH --job-name='night run'
@@ -14,14 +16,11 @@
 #SBATCH --partition=mi300
 #SBATCH --qos=high
 #SBATCH --requeue
+#SBATCH --reservation=maintenance
 #SBATCH --signal=B:USR2@30
 #SBATCH --time=2
 
 # setup
-#SBATCH --constraint=mi300
-#SBATCH -C 'fast fabric'
-#SBATCH '--comment=two words'
-#SBATCH --reservation maintenance
 module load rocm
 export NCCL_DEBUG=WARN
 
