@@ -103,6 +103,12 @@ _JOB_OPTIONS = (
         default=None,
         help="Whether nodes are examined before they are used [default: if there are spares].",
     ),
+    click.option(
+        "--avoid/--no-avoid",
+        default=True,
+        show_default=True,
+        help="Whether to leave out nodes that were lost or not fit in recent jobs.",
+    ),
     click.option("--data-address", help="The same for what procs send one another [default: as --address]."),
     click.option("--module", "modules", multiple=True, help="Environment module to load."),
     click.option("--venv", help="Folder of a virtual environment to activate."),

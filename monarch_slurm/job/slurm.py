@@ -24,7 +24,7 @@ from monarch_slurm.job.errors import (
     SlurmUnreachableError,
 )
 from monarch_slurm.job.folder import JobFolder, write_whole
-from monarch_slurm.job.follow import follow_job
+from monarch_slurm.job.follow import follow_job, print_notice
 from monarch_slurm.job.request import NodeSpec, SlurmRequest, split_meshes
 from monarch_slurm.job.requested import cancel_all
 from monarch_slurm.job.sick import leave_out_sick
@@ -83,6 +83,8 @@ class SlurmJob(JobTrait):
         on_lost: what if no spare is left: ``"shrink"`` goes on without the host, ``"request"`` submits a small job for
             one more node and waits for it, ``"fail"`` fails the program.
         health_check: examine the hosts before they are used, for up to 10 s; None does so if there are spares.
+        avoid: leave out nodes that were lost or not fit recently in jobs with the same ``log_dir``, as far as Slurm has
+            others; what is left out is printed.
         bind_to: the same as ``address``, an IP address alone; ``"0.0.0.0"`` and ``"::"`` leave the choice to us.
         monarch_port: ignored: ports are chosen by the system, so that jobs on one node cannot collide.
         out_of_cluster: ignored: agents dial the controller, so there is no gateway to choose.
@@ -137,6 +139,7 @@ class SlurmJob(JobTrait):
         spares: int = 0,
         on_lost: OnLost = "shrink",
         health_check: bool | None = None,
+        avoid: bool = True,
     ) -> None:
         super().__init__()
         sizes, components = split_meshes(meshes)
@@ -185,6 +188,7 @@ class SlurmJob(JobTrait):
             health_check=health_check,
             address=address,
             data_address=data_address or address,
+            avoid=avoid,
         )
         self._log_dir = Path(log_dir or DEFAULT_LOG_DIR)
         self._start_timeout = job_start_timeout
@@ -246,7 +250,7 @@ class SlurmJob(JobTrait):
         Raises:
             NoSlurmError: Slurm's commands are not here.
         """
-        return render(self._request, self._pretended_folder())
+        return render(self._without_sick_nodes(self._log_dir.absolute()), self._pretended_folder())
 
     def dry_run(self, client_script: Script | None = None) -> str:
         """Return `script`, and as comments below it what the script runs: the client script, and a step per host.
@@ -262,6 +266,9 @@ class SlurmJob(JobTrait):
             lines.append(f"# on the head node: {shlex.join(plan.program_command(folder, 'NODE', group))}")
         lines.append(f"# for each host: {shlex.join(plan.host_command(folder, 'NODE', 0, group))}")
         return self.script() + "\n".join(["", *lines, ""])
+
+    def _without_sick_nodes(self, base: Path) -> SlurmRequest:
+        return leave_out_sick(self._request, base, print_notice)
 
     def _pretended_folder(self) -> JobFolder:
         return JobFolder(self._log_dir.absolute() / "JOB_FOLDER")
@@ -304,7 +311,7 @@ class SlurmJob(JobTrait):
                 write_whole(task._folder.job_pickle, BatchJob(task).dumps())
                 tasks.append(task)
                 plans.append((task._folder, self._plan(script)))
-            array_id = submit_array(self._request, folder, plans, parallel or len(tasks))
+            array_id = submit_array(self._without_sick_nodes(folder.path.parent), folder, plans, parallel or len(tasks))
         except JobError:
             folder.remove()
             raise
@@ -341,7 +348,7 @@ class SlurmJob(JobTrait):
         self._folder = folder
         try:
             write_whole(folder.job_pickle, BatchJob(self).dumps())
-            self._job_id = int(submit(leave_out_sick(self._request, folder.path.parent), folder, plan))
+            self._job_id = int(submit(self._without_sick_nodes(folder.path.parent), folder, plan))
         except JobError:
             self._folder = None
             folder.remove()

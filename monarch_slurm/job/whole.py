@@ -16,7 +16,7 @@ from monarch_slurm.job.errors import UnfitHostError
 from monarch_slurm.job.folder import JobFolder
 from monarch_slurm.job.more_nodes import NodeRequests
 from monarch_slurm.job.request import SlurmRequest
-from monarch_slurm.job.sick import note_sick
+from monarch_slurm.job.sick import NOT_STARTED_SECONDS, SILENT_SECONDS, note_joined, note_sick, note_silent
 
 if TYPE_CHECKING:
     from monarch_slurm.actor import HostMesh
@@ -28,6 +28,7 @@ SLOW_SECONDS = 15.0
 """A host whose agent starts so much later than the others is left out if there is a spare; then it is one itself."""
 
 _LOOK_SECONDS = 0.5
+_NOT_STARTED = "its agent did not start"
 
 
 class Gathering:
@@ -98,14 +99,29 @@ class Gathering:
             if ask is not None:
                 ask.pool = pool
         if self.unfit:
-            note_sick(self._base, self.unfit)
+            not_started = {name: why for name, why in self.unfit.items() if why == _NOT_STARTED}
+            note_sick(self._base, not_started, NOT_STARTED_SECONDS)
+            note_sick(self._base, {name: why for name, why in self.unfit.items() if name not in not_started})
         return meshes
 
     def _note_lost(self, down: HostDown) -> None:
-        """Remember a node that fell silent; one whose agent was ended is well."""
+        """Remember a node that fell silent, until it joins again; one whose agent was ended is well."""
         if down.silent:
-            sick = {down.host_name: down.cause}
-            threading.Thread(target=note_sick, args=(self._base, sick), name="monarch-sick", daemon=True).start()
+            threading.Thread(target=self._watch_silent, args=(down,), name="monarch-sick", daemon=True).start()
+
+    def _watch_silent(self, down: HostDown) -> None:
+        from monarch_slurm.actor.client import client
+
+        note_silent(self._base, down.host_name, down.cause)
+        here = client()
+
+        def is_back() -> bool:
+            return any(info.name == down.host_name and info.host != down.host for info in here.joined)
+
+        with here.hosts_changed:
+            back = here.hosts_changed.wait_for(is_back, SILENT_SECONDS[0])
+        if back:
+            note_joined(self._base, down.host_name)
 
     def _gather(self, names: Sequence[str], timeout: float | None = None) -> HostMesh:
         return gather_or_explain(self._folder, names, settings().host_join_timeout if timeout is None else timeout)
@@ -133,7 +149,7 @@ class Gathering:
                 slow = now + SLOW_SECONDS
             for name in missing:
                 if name in failed or (slow is not None and now >= slow):
-                    self._swap(name, free, "its agent did not start" if name in failed else "")
+                    self._swap(name, free, _NOT_STARTED if name in failed else "")
             hopeful = {self._kinds[name] for name in coming}
             hopeless = [n for n in missing if n in failed and n in self._used and self._kinds[n] not in hopeful]
             if hopeless or now >= deadline:

@@ -11,6 +11,7 @@ from slurm_nodes import Cluster, read, wait_until
 from slurm_programs import SURVIVES
 
 from monarch_slurm.job import Phase, SlurmJob, follow
+from monarch_slurm.job.sick import sick_nodes
 
 Program = Callable[[str], list[str]]
 
@@ -63,11 +64,16 @@ def test_a_node_that_boots_again_costs_the_others_nothing(cluster: Cluster, prog
     others = agents(cluster, ("n1", "n2", "n4"))
     cluster.kill("n3")
     wait_until(lambda: "answering: n1 n2 n4" in read(job.folder / "controller.log"), "the others to answer")
+    wait_until(lambda: "n3" in sick_nodes(Path("runs")), "n3 to be remembered as sick")
     cluster.heal("n3")
     wait_until(lambda: "the step of host n3 ended" in read(job.folder / "batch.log"), "srun to notice")
     wait_until(
         lambda: cluster.agents("n3") or "Slurm has taken the node" in read(job.folder / "batch.log"),
         "another agent, if the node is still in the job",
+    )
+    wait_until(
+        lambda: "n3" not in sick_nodes(Path("runs")) or "Slurm has taken the node" in read(job.folder / "batch.log"),
+        "n3 to be well when it has joined again",
     )
     assert agents(cluster, others) == others
     lines = read(job.folder / "controller.log").splitlines()
