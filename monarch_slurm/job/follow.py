@@ -2,65 +2,50 @@
 
 from __future__ import annotations
 
-import codecs
+import signal
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from monarch_slurm.job.diagnosis import why_ended
 from monarch_slurm.job.errors import JobNotFoundError, SlurmUnreachableError
 from monarch_slurm.job.folder import JobFolder
-from monarch_slurm.job.status import LONGEST_POLL, NOT_FOUND_GRACE, JobId, JobStatus, Phase, query
+from monarch_slurm.job.head_news import HeadNews
+from monarch_slurm.job.log_reader import LogReader
+from monarch_slurm.job.node_states import describe_nodes, node_states
+from monarch_slurm.job.notice import SAVED
+from monarch_slurm.job.status import LONGEST_POLL, NOT_FOUND_GRACE, JobId, JobStatus, Phase, answers_within, query
 
 LOG_SECONDS = 0.2
 """Pause between two looks at the log."""
 
+NODE_SECONDS = 5.0
+"""Time for Slurm's answer about the head node."""
+
 FIRST_STATUS_SECONDS = 1.0
 """Pause between the first two questions to Slurm; it grows to `LONGEST_POLL`."""
-
-CHUNK = 1 << 16
-
-
-class Sink(Protocol):
-    """What text can be written to."""
-
-    def write(self, text: str, /) -> object:
-        """Take ``text``."""
-
-    def flush(self) -> object:
-        """Hand on what was taken."""
-
-
-class LogReader:
-    """Reads what is new in a file that another machine appends to."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def copy(self, out: Sink) -> bool:
-        """Write what is new to ``out``; return whether there was anything."""
-        grown = False
-        try:
-            with open(self._path, "rb") as file:  # opened anew: NFS looks for new data when a file is opened
-                file.seek(self._offset)
-                while chunk := file.read(CHUNK):
-                    self._offset += len(chunk)
-                    out.write(self._decoder.decode(chunk))
-                    grown = True
-        except FileNotFoundError:
-            return False
-        if grown:
-            out.flush()
-        return grown
 
 
 def print_notice(text: str) -> None:
     """Tell the user something that is not part of the program's output."""
     print(text, file=sys.stderr, flush=True)
+
+
+def describe_exit(code: int) -> str:
+    """Return what the exit code of a program means."""
+    if code == SAVED:
+        return f"exit code {code}: it was asked to end, and has saved its state"
+    try:
+        name = signal.Signals(code - 128).name if code > 128 else ""
+    except ValueError:  # a real-time signal, or no signal
+        name = ""
+    return f"exit code {code}" + (f" (killed by {name})" if name else "")
+
+
+def node_text(name: str) -> str:
+    """Return what Slurm says of a node; empty if it does not answer."""
+    return describe_nodes(node_states(answers_within(NODE_SECONDS), [name]).values())
 
 
 def follow_job(
@@ -69,6 +54,7 @@ def follow_job(
     out: TextIO,
     notice: Callable[[str], None] = print_notice,
     ask: Callable[[JobId], JobStatus] = query,
+    ask_node: Callable[[str], str] = lambda name: node_text(name),
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
@@ -77,7 +63,9 @@ def follow_job(
     The code is what the head node wrote into the folder. It is there before Slurm knows that the job has ended.
 
     Args:
-        notice: is called with a line whenever the job's state changes before its program runs.
+        notice: is called with a line for the user whenever the job's state changes, its head falls silent or starts
+            again, the job's supervisor has a warning, and when the program has failed.
+        ask_node: returns what Slurm says of a node; it is asked while the head is silent.
 
     Raises:
         JobEndedError: the job ended without an exit code of its program.
@@ -85,24 +73,32 @@ def follow_job(
         JobNotFoundError: Slurm has forgotten the job.
     """
     log = LogReader(folder.controller_log)
+    head = HeadNews(folder, clock)
     last_notice = ""
     last_seen = clock()
     next_ask, pause = clock(), FIRST_STATUS_SECONDS
     while True:
         code = folder.exit_code()  # before the log is read: all output is written by then
         grown = log.copy(out)
+        for text in head.news():
+            notice(f"job {job_id}: {text}")
+            next_ask, pause = clock(), FIRST_STATUS_SECONDS
         if code is not None:
+            if code:
+                notice(f"job {job_id}: its program ended with {describe_exit(code)}; its files are in {folder.path}")
             return code
         if clock() >= next_ask and not grown:
             try:
                 status = ask(job_id)
                 last_seen = clock()
                 text = str(status)
+                if head.silent_node and status.phase is Phase.RUNNING and (said := ask_node(head.silent_node)):
+                    text += f"; {said}"
                 if status.phase is Phase.ENDED:
                     code = _last_look(folder, log, out, clock, sleep)
                     if code is None:
                         raise why_ended(folder, status)
-                    return code
+                    continue
             except JobNotFoundError:
                 if clock() - last_seen > NOT_FOUND_GRACE:
                     raise

@@ -140,11 +140,23 @@ class HeadLock:
             )
 
     def _read(self) -> HeadProcess | None:
-        try:
-            return HeadProcess(**json.loads(self._path.read_text()))
-        except FileNotFoundError:
-            return None
+        return _read(self._path)
 
     def _write(self) -> None:
         self._beat += 1
         write_whole(self._path, json.dumps({**asdict(self._me), "beat": self._beat}).encode())
+
+
+def read_head(folder: Path) -> HeadProcess | None:
+    """Return who says to be the head of the job in ``folder``; None if nobody does, or it cannot be read."""
+    try:
+        return _read(folder / HEAD_FILE)
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _read(path: Path) -> HeadProcess | None:
+    try:
+        return HeadProcess(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TextIO
 
 from monarch_slurm.job.errors import JobNotFoundError, SlurmUnreachableError
-from monarch_slurm.job.follow import FIRST_STATUS_SECONDS, LOG_SECONDS, LogReader, Sink, print_notice
+from monarch_slurm.job.follow import FIRST_STATUS_SECONDS, LOG_SECONDS, print_notice
+from monarch_slurm.job.log_reader import LogReader, Sink
 from monarch_slurm.job.status import LONGEST_POLL, NOT_FOUND_GRACE, JobStatus, Phase, query
 
 _FILE_OF_A_PROC = re.compile(r"(.+)\.([^.]+)\.([0-9]+)\.log")

@@ -17,7 +17,7 @@ from monarch_slurm.actor import HostMesh
 from monarch_slurm.config import configure, settings
 from monarch_slurm.controller import ANSWERS, FolderError, RestartLimit, make_job_folder
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
-from monarch_slurm.job import Container, SlurmJob, job_load, save_on_notice
+from monarch_slurm.job import Container, JobError, SlurmJob, job_load, save_on_notice
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.train.answers import answers_of
 from monarch_slurm.train.config import TrainConfig
@@ -242,11 +242,33 @@ def train_on_slurm(
         return
     try:
         code = job.follow(sys.stdout)
+    except JobError:
+        _tell_how_to_resume(job.folder)
+        raise
     except KeyboardInterrupt:
         job.kill()
         print(f"cancelled job {job.job_id}", file=sys.stderr)
         sys.exit(130)
+    if code:
+        _tell_how_to_resume(job.folder)
     sys.exit(code)
+
+
+def _tell_how_to_resume(job_folder: Path) -> None:
+    """Tell the user, whose job has ended early, whether its run can be resumed."""
+    run = job_folder / RUN_LINK
+    if not run.is_dir():
+        return
+    try:
+        saved = find_saved(run.resolve())
+    except MonarchSlurmError as error:
+        print(f"run {run.resolve()} cannot be resumed: {error}", file=sys.stderr, flush=True)
+        return
+    if saved is None:
+        text = f"run {run.resolve()} has saved no state to resume from; --save-every N saves while it trains"
+    else:
+        text = f"its state is saved as of sync {saved.step}; to resume it, add --resume {run.resolve()}"
+    print(text, file=sys.stderr, flush=True)
 
 
 def _with_mounts(container: Container, plan: Plan) -> Container:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,9 @@ from monarch_slurm.job import (
 )
 from monarch_slurm.job.diagnosis import failed_hosts, host_problem, why_ended
 from monarch_slurm.job.folder import JobFolder, tail
-from monarch_slurm.job.follow import LogReader, follow_job
+from monarch_slurm.job.follow import describe_exit, follow_job
+from monarch_slurm.job.head_lock import HEAD_FILE, HeadProcess
+from monarch_slurm.job.log_reader import LogReader
 
 
 class World:
@@ -50,7 +55,16 @@ class World:
         self.answer = answer
 
     def follow(self) -> int:
-        return follow_job(7, self.folder, self.out, self.told.append, self.ask, lambda: self.now, self.sleep)
+        return follow_job(
+            7,
+            self.folder,
+            self.out,
+            self.told.append,
+            self.ask,
+            lambda name: f"{name} is allocated",
+            lambda: self.now,
+            self.sleep,
+        )
 
 
 @pytest.fixture
@@ -72,7 +86,8 @@ def test_output_is_copied_as_it_comes_and_the_code_is_the_programs(world: World)
     assert world.follow() == 3
     assert seen_first == ["step 1\nstep "]
     assert world.out.getvalue() == "step 1\nstep 2\nlöss: ½\n"
-    assert world.told == ["job 7 is PENDING (Priority)", "job 7 is RUNNING"]
+    ended = f"job 7: its program ended with exit code 3; its files are in {world.folder.path}"
+    assert world.told == ["job 7 is PENDING (Priority)", "job 7 is RUNNING", ended]
 
 
 def test_a_job_that_ended_before_its_program_says_why(world: World) -> None:
@@ -109,6 +124,76 @@ def test_slurm_may_be_silent_for_as_long_as_it_likes(world: World) -> None:
     world.events = {3000: lambda: world.folder.write_exit_code(0)}
     assert world.follow() == 0
     assert world.told == ["squeue failed; trying again"]
+
+
+def beat(world: World, number: int, name: str = "a", node: str = "n1", restarts: int = 0) -> None:
+    head = HeadProcess(name, node, 12, restarts, 0.0, number)
+    (world.folder.path / HEAD_FILE).write_text(json.dumps(asdict(head)))
+
+
+def test_a_head_that_falls_silent_is_told_long_before_slurm_notices(world: World) -> None:
+    world.set(JobStatus(7, "RUNNING"))
+    beat(world, 1)
+    silent: list[list[str]] = []
+    world.events = {
+        25: lambda: beat(world, 2),
+        125: lambda: (
+            silent.append(list(world.told)),
+            world.folder.batch_log.write_text(
+                "monarch_slurm: n2: the head node is lost: starting the job again\n"
+                "2030-01-01 00:00:00,000 INFO monarch_slurm.job.batch: nothing to tell\n"
+                "monarch_slurm: n3: the head node is lost: starting the job again\n"
+                "2030-01-01 00:00:00,000 WARNING monarch_slurm.job.steps: host n4 waits: 2 GPUs\nof a program: "
+            ),
+        ),
+        150: lambda: world.set(JobStatus(7, "PENDING", "BeginTime")),
+        250: lambda: (beat(world, 1, "b", "n2", 1), world.set(JobStatus(7, "RUNNING"))),
+        300: lambda: (beat(world, 2, "b", "n2", 1), world.folder.write_exit_code(0)),
+    }
+    assert world.follow() == 0
+    (told,) = silent
+    assert told[0] == "job 7 is RUNNING"
+    assert re.match("job 7: nothing was heard from head node n1 for 1[5-8] s", told[1])
+    assert told[2] == "job 7 is RUNNING; n1 is allocated"
+    assert world.told[3:] == [
+        "job 7: the head node is lost: starting the job again",
+        "job 7: host n4 waits: 2 GPUs",
+        "job 7 is PENDING (BeginTime)",
+        "job 7: the job has started again (restart 1); its head is node n2",
+        "job 7 is RUNNING",
+    ]
+
+
+def test_a_head_that_was_only_cut_off_is_heard_from_again(world: World) -> None:
+    world.set(JobStatus(7, "RUNNING"))
+    beat(world, 1)
+    world.events = {150: lambda: beat(world, 2), 170: lambda: world.folder.write_exit_code(0)}
+    assert world.follow() == 0
+    assert world.told[3:] == ["job 7: head node n1 is heard from again", "job 7 is RUNNING"]
+
+
+def test_a_log_of_a_template_is_not_told_twice(world: World) -> None:
+    output = world.folder.path.parent / "train-7.log"
+    output.write_text("2030-01-01 00:00:00,000 WARNING monarch_slurm.job.steps: host n4 waits: 2 GPUs\n")
+    world.folder.controller_log.symlink_to(output)
+    world.folder.batch_log.symlink_to(output)
+    world.folder.write_exit_code(0)
+    assert world.follow() == 0
+    assert (world.out.getvalue(), world.told) == (output.read_text(), [])
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (7, "exit code 7"),
+        (75, "exit code 75: it was asked to end, and has saved its state"),
+        (137, "exit code 137 (killed by SIGKILL)"),
+        (128 + 40, "exit code 168"),
+        (255, "exit code 255"),
+    ],
+)
+def test_what_an_exit_code_means(code: int, text: str) -> None:
+    assert describe_exit(code) == text
 
 
 def test_a_forgotten_job_is_given_up(world: World) -> None:

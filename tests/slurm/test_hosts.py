@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from slurm_nodes import Cluster, read, wait_until
 from slurm_programs import SURVIVES, WHO
 
 from monarch_slurm.job import HostsTakenError, JobEndedError, Phase, SlurmJob, follow
+from monarch_slurm.job.folder import JobFolder
+from monarch_slurm.job.follow import follow_job
 
 Program = Callable[[str], list[str]]
 
@@ -128,10 +131,24 @@ def test_a_job_may_start_again_when_its_head_is_lost(
     job.apply(program("import os, time\nprint(os.environ.get('SLURM_RESTART_COUNT'), flush=True)\n" + SURVIVES))
     log = job.folder / "controller.log"
     wait_until(lambda: "answering: " in read(log), "the program")
+    told: list[str] = []
+    codes: list[int] = []
+    folder = JobFolder(job.folder)
+    follower = threading.Thread(
+        target=lambda: codes.append(follow_job(job.job_id, folder, io.StringIO(), told.append)), daemon=True
+    )
+    follower.start()
+    wait_until(lambda: any("is RUNNING" in line for line in told), "the follower to see the job")
     cluster.kill("n1")
     wait_until(lambda: "\n1\n" in read(log) and "answering: n2 n3 n4" in read(log), "the program's second start")
+    wait_until(lambda: any("has started again (restart 1); its head is node n2" in line for line in told), "the news")
     Path("stop").touch()
-    assert follow(job, io.StringIO()) == 0
+    follower.join(90)
+    assert codes == [0]
+    news = "\n".join(told)
+    for words in ("head node is lost: starting the job again", "is PENDING (BeginTime)", "(restart 1)"):
+        assert words in news
+        news = news.partition(words)[2]
 
 
 def test_an_agent_that_is_killed_leaves_the_others(cluster: Cluster, program: Program) -> None:
