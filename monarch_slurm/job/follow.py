@@ -108,7 +108,7 @@ def follow_job(
                 text = f"{error}; trying again"
             if text != last_notice:
                 notice(text)
-                last_notice = text
+                last_notice, pause = text, FIRST_STATUS_SECONDS  # where something changes, more will
             next_ask, pause = clock() + pause, min(pause * 1.5, LONGEST_POLL)
         sleep(LOG_SECONDS)
 
