@@ -10,25 +10,33 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
+import inspect
+import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from monarch_slurm.durations import format_duration, parse_duration
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.monarch_keys import ALIASES, DURATIONS, NOT_ZERO, NUMBERS_OR_NONE, VALUES, Encoding
-from monarch_slurm.transport import BindSpec
+from monarch_slurm.transport import BindSpec, ChannelTransport
 
 __all__ = [
+    "ChannelTransport",
     "Encoding",
     "clear_runtime_config",
     "configure",
     "configured",
     "get_global_config",
     "get_runtime_config",
+    "parametrize_config",
+    "parametrize_config_pointwise",
+    "reload_config_from_env",
+    "reset_config_to_defaults",
     "settings",
     "warn_of_unknown_variables",
 ]
@@ -197,6 +205,8 @@ def _checked(name: str, given: Any, where: str) -> Any:
 
 def _from_environment() -> dict[str, Any]:
     found: dict[str, Any] = {}
+    if _ignores_environment:
+        return found
     for variable in os.environ:
         if not variable.startswith(_ENV_PREFIX):
             continue
@@ -216,6 +226,7 @@ def _from_environment() -> dict[str, Any]:
 _MONARCH_NAMES = {ours: theirs for theirs, ours in ALIASES.items()}
 _runtime: dict[str, Any] = {}
 _revision = 0
+_ignores_environment = False
 
 
 def settings() -> _Settings:
@@ -284,6 +295,76 @@ def clear_runtime_config() -> None:
     """Forget what `configure` set."""
     _runtime.clear()
     _change({})
+
+
+def reset_config_to_defaults() -> None:
+    """Forget what `configure` set and leave the environment out of account until `reload_config_from_env`; for
+    tests.
+    """
+    global _ignores_environment
+    _ignores_environment = True
+    clear_runtime_config()
+
+
+def reload_config_from_env() -> None:
+    """Take the environment into account again, after `reset_config_to_defaults`. Otherwise it always is."""
+    global _ignores_environment
+    _ignores_environment = False
+    _change({})
+
+
+Parametrizing: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def parametrize_config(**config_options: Iterable[Any]) -> Parametrizing:
+    """Return a decorator that has pytest run a test, sync or async, under each combination of the given values.
+
+    Raises:
+        ValueError: no setting is given.
+    """
+    return _parametrize(config_options, itertools.product(*config_options.values()))
+
+
+def parametrize_config_pointwise(**config_options: Sequence[Any]) -> Parametrizing:
+    """Return a decorator that has pytest run a test, sync or async, with the first value of each setting, then with the
+    second, and so on.
+
+    Raises:
+        ValueError: no setting is given, or not the same number of values for each.
+    """
+    lengths = {name: len(values) for name, values in config_options.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"the same number of values for each setting expected, not {lengths}")
+    return _parametrize(config_options, zip(*config_options.values(), strict=True))
+
+
+def _parametrize(options: Mapping[str, Any], combinations: Iterable[tuple[Any, ...]]) -> Parametrizing:
+    import pytest
+
+    if not options:
+        raise ValueError("at least one setting expected, such as prefix_with_rank=[True, False]")
+    cases = [dict(zip(options, values, strict=True)) for values in combinations]
+    names = ["-".join(f"{name}={value}" for name, value in case.items()) for case in cases]
+
+    def decorate(test: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(test)
+        def under_settings(_config_overrides: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            with configured(**_config_overrides):
+                return test(*args, **kwargs)
+
+        @functools.wraps(test)
+        async def under_settings_async(_config_overrides: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            with configured(**_config_overrides):
+                return await test(*args, **kwargs)
+
+        wrapped: Any = under_settings_async if inspect.iscoroutinefunction(test) else under_settings
+        signature = inspect.signature(test)
+        overrides = inspect.Parameter("_config_overrides", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        wrapped.__signature__ = signature.replace(parameters=[overrides, *signature.parameters.values()])
+        marked: Callable[..., Any] = pytest.mark.parametrize("_config_overrides", cases, ids=names)(wrapped)
+        return marked
+
+    return decorate
 
 
 def warn_of_unknown_variables() -> None:

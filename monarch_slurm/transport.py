@@ -5,7 +5,10 @@ sockets, hosts over TCP with CURVE. What a name can still say is the address tha
 from __future__ import annotations
 
 import enum
+import os
 import re
+import secrets
+import socket
 from dataclasses import dataclass
 
 
@@ -34,12 +37,28 @@ _SHORT = {
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5})")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class BindSpec:
-    """Where the client listens: a kind of transport, or ``tcp://host:port``."""
+    """Where the client listens: a kind of transport, or ``tcp://host:port``.
+
+    Args:
+        spec: the transport, or a text for `of`.
+        address: ``tcp://host:port``; only with a transport.
+
+    Raises:
+        ValueError: ``spec`` is a text that is neither.
+        TypeError: it is something else.
+    """
 
     transport: ChannelTransport
-    address: str = ""
+    address: str
+
+    def __init__(self, spec: ChannelTransport | str, address: str = "") -> None:
+        if not isinstance(spec, ChannelTransport):
+            parsed = BindSpec.of(spec)
+            spec, address = parsed.transport, parsed.address
+        object.__setattr__(self, "transport", spec)
+        object.__setattr__(self, "address", address)
 
     @staticmethod
     def of(value: object) -> BindSpec:
@@ -70,3 +89,25 @@ class BindSpec:
 
     def __str__(self) -> str:
         return self.address or str(self.transport)
+
+
+class ChannelAddr:
+    """Addresses at which something can listen."""
+
+    @staticmethod
+    def any(transport: ChannelTransport) -> str:
+        """Return an address of this transport that is free, in the form that workers take.
+
+        Raises:
+            NotImplementedError: nothing listens there here.
+        """
+        name = f"@monarch-slurm/{os.getuid()}/{secrets.token_hex(8)}"
+        if transport is ChannelTransport.Unix:
+            return f"ipc://{name}"
+        if transport is ChannelTransport.Local:
+            return f"inproc://{secrets.token_hex(8)}"
+        hosts = {ChannelTransport.TcpWithLocalhost: "localhost", ChannelTransport.TcpWithHostname: socket.gethostname()}
+        if transport not in hosts:
+            raise NotImplementedError(f"nothing listens at {transport} here; there are Unix, Local and the Tcp ones")
+        with socket.create_server(("", 0)) as probe:
+            return f"tcp://{hosts[transport]}:{probe.getsockname()[1]}"

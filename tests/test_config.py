@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import re
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from support import REPOSITORY
@@ -15,12 +17,17 @@ from monarch_slurm.config import (
     configured,
     get_global_config,
     get_runtime_config,
+    parametrize_config,
+    parametrize_config_pointwise,
+    reload_config_from_env,
+    reset_config_to_defaults,
     settings,
     warn_of_unknown_variables,
 )
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
+from monarch_slurm.host.worker_address import WorkerAddress
 from monarch_slurm.monarch_keys import NOT_ZERO, VALUES
-from monarch_slurm.transport import BindSpec, ChannelTransport
+from monarch_slurm.transport import BindSpec, ChannelAddr, ChannelTransport
 
 
 @pytest.fixture(autouse=True)
@@ -201,3 +208,70 @@ def test_numbers_that_must_be_above_0(name: str) -> None:
 def test_no_number_may_be_negative(name: str) -> None:
     with pytest.raises(ConfigError, match=f"setting '{name}'=-1: a finite number"):
         configure(**{name: -1})
+
+
+seen: list[tuple[int, str]] = []
+
+
+@parametrize_config(missed_heartbeats=[5, 6], preload=["numpy", "torch"])
+@pytest.mark.parametrize("number", [1])
+def test_all_combinations_are_run(number: int) -> None:
+    assert number == 1
+    seen.append((settings().missed_heartbeats, settings().preload))
+
+
+def test_all_combinations_were_run() -> None:
+    assert sorted(seen) == [(5, "numpy"), (5, "torch"), (6, "numpy"), (6, "torch")]
+    assert settings().preload == ""
+
+
+def cases(test: Any) -> list[tuple[str, object]]:
+    (mark,) = test.pytestmark
+    return [(name, test(case)) for name, case in zip(mark.kwargs["ids"], mark.args[1], strict=True)]
+
+
+def test_settings_point_by_point() -> None:
+    @parametrize_config_pointwise(missed_heartbeats=[5, 6], preload=["numpy", "torch"])
+    def plain() -> tuple[int, str]:
+        return settings().missed_heartbeats, settings().preload
+
+    assert cases(plain) == [
+        ("missed_heartbeats=5-preload=numpy", (5, "numpy")),
+        ("missed_heartbeats=6-preload=torch", (6, "torch")),
+    ]
+
+    @parametrize_config_pointwise(missed_heartbeats=[5, 6])
+    async def asynchronous() -> int:
+        return settings().missed_heartbeats
+
+    assert [asyncio.run(run) for _, run in cases(asynchronous)] == [5, 6]  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least one setting"):
+        parametrize_config()
+    with pytest.raises(ValueError, match=r"the same number of values .*\{'preload': 1, 'log_dir': 2\}"):
+        parametrize_config_pointwise(preload=["x"], log_dir=["y", "z"])
+
+
+def test_defaults_without_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_SLURM_PRELOAD", "numpy")
+    configure(missed_heartbeats=7)
+    reset_config_to_defaults()
+    try:
+        assert (settings().preload, settings().missed_heartbeats) == ("", 3)
+    finally:
+        reload_config_from_env()
+    assert (settings().preload, settings().missed_heartbeats) == ("numpy", 3)
+
+
+def test_addresses_of_transports() -> None:
+    assert BindSpec("tcp") == BindSpec(ChannelTransport.TcpWithHostname)
+    assert BindSpec("tcp://h:1").host == "h"
+    with pytest.raises(ValueError, match="unknown transport"):
+        BindSpec("pigeon")
+    for transport in (
+        ChannelTransport.Unix, ChannelTransport.Local, ChannelTransport.TcpWithLocalhost,
+        ChannelTransport.TcpWithHostname,
+    ):  # fmt: skip
+        address = ChannelAddr.any(transport)
+        assert WorkerAddress.parse(address).dial != WorkerAddress.parse(ChannelAddr.any(transport)).dial
+    with pytest.raises(NotImplementedError, match="nothing listens at tls"):
+        ChannelAddr.any(ChannelTransport.Tls)

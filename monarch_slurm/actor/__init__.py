@@ -18,6 +18,8 @@ failures
 - `client`, `proc_main`: the two kinds of processes; `local_host`: the client's own machine
 """
 
+import importlib
+
 from monarch_slurm.actor import config
 from monarch_slurm.actor.actor import Actor
 from monarch_slurm.actor.actor_mesh import ActorMesh
@@ -119,3 +121,10 @@ __all__ = [
     "traced",
     "unhandled_fault_hook",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "hosts_from_config":  # of a higher layer, and here for Monarch's older programs
+        hosts_from_config: object = importlib.import_module("monarch_slurm.job").hosts_from_config
+        return hosts_from_config
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

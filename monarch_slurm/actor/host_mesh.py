@@ -26,6 +26,7 @@ from monarch_slurm.actor.proc_mesh import ProcMesh, note_spawned, set_host_maker
 from monarch_slurm.actor.replies import VALUE, CountDown
 from monarch_slurm.actor.restart import RestartPolicy
 from monarch_slurm.actor.shape import Point, Shape
+from monarch_slurm.actor.startup import with_startup
 from monarch_slurm.config import get_global_config, settings
 from monarch_slurm.wire import AGENT, Address, Message, dumps, loads
 
@@ -169,7 +170,7 @@ class HostMesh(ShapedMesh):
                 raise ValueError("gpus_per_proc and 'gpus' of proc_bind exclude each other")
             span = range(gpus_per_proc)
             binds = [{**bind, "gpus": [rank * gpus_per_proc + gpu for gpu in span]} for rank, bind in enumerate(binds)]
-        body = dumps(bootstrap)
+        body = dumps(with_startup(bootstrap))
         owner = context().actor_instance
         runtime = owner.runtime
         mesh = runtime.new_mesh_id(name or "anon")

@@ -8,7 +8,7 @@ import logging
 import signal
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 from monarch_slurm.actor.actor import Actor
 from monarch_slurm.actor.actor_mesh import ActorMesh, check_class
@@ -20,6 +20,7 @@ from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.log_options import check_logging, set_logging
 from monarch_slurm.actor.mesh_trait import ShapedMesh
 from monarch_slurm.actor.messages import creator_to_fields, ref_to_fields
+from monarch_slurm.actor.mock import get_actor_class
 from monarch_slurm.actor.owned import OwnedActors
 from monarch_slurm.actor.replies import CountDown
 from monarch_slurm.actor.shape import Point, Shape
@@ -109,6 +110,7 @@ class ProcMesh(ShapedMesh):
             TypeError: the arguments do not fit its ``__init__``, or do not pickle.
             RuntimeError: the mesh has been stopped.
         """
+        Class = cast(type[T], get_actor_class(Class))  # noqa: N806 - Monarch's name
         asynchronous = check_arguments(Class, args, kwargs)
         if self._has_stopped():
             raise RuntimeError("`ProcMesh` has already been stopped")

@@ -52,8 +52,10 @@ def parse_torchrun(command: Sequence[str]) -> tuple[int, list[str]]:
     words = list(command)
     if words and words[0].rpartition("/")[2] == "torchrun":
         words = words[1:]
-    elif words[1:3] == ["-m", "torch.distributed.run"]:
+    elif words[1:3] in (["-m", "torch.distributed.run"], ["-m", "torchrun"]):
         words = words[3:]
+    elif words and words[0].rpartition("/")[2] in ("python", "python3"):
+        return 1, _program(words[1:])
     count = 1
     while words and words[0].startswith("-"):
         word = words.pop(0)
@@ -75,6 +77,15 @@ def parse_torchrun(command: Sequence[str]) -> tuple[int, list[str]]:
         elif name != "--standalone":
             raise TorchrunError(f"{word}: only Python programs can run on a mesh, as __main__ of its procs")
     return count, _program(words)
+
+
+def option_of(command: Sequence[str], name: str) -> str | None:
+    """Return the value of torchrun's option ``name``, such as ``--nnodes``; None if the command does not have it."""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        given, equals, value = word.partition("=")
+        if given.replace("_", "-") == name:
+            return value if equals else following
+    return None
 
 
 def _program(words: list[str]) -> list[str]:

@@ -27,6 +27,7 @@ from monarch_slurm.actor import (
     send,
     shutdown_context,
 )
+from monarch_slurm.actor.context import _current as _context
 
 __all__ = [
     "Accumulator",
@@ -45,6 +46,7 @@ __all__ = [
     "PortReceiver",
     "UndeliverableMessageEnvelope",
     "ValueMesh",
+    "_context",
     "as_endpoint",
     "attach",
     "context",

@@ -1,6 +1,6 @@
 """At home in `monarch_slurm.actor`."""
 
-from monarch_slurm.actor import NDSlice, Shape
+from monarch_slurm.actor import Extent, NDSlice, Shape, Slice
 from monarch_slurm.actor.mesh_trait import MeshTrait
 
-__all__ = ["MeshTrait", "NDSlice", "Shape"]
+__all__ = ["Extent", "MeshTrait", "NDSlice", "Shape", "Slice"]
