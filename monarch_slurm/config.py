@@ -59,7 +59,9 @@ class _Settings:
     heartbeat_interval: Seconds = 1.0
     """Seconds between two heartbeats of a host agent and the controller."""
     missed_heartbeats: int = 3
-    """A host is dead after this many intervals of silence."""
+    """A host on another machine is lost after this many intervals in which its machine has not answered."""
+    unresponsive_agent_timeout: Seconds = 60.0
+    """Seconds that an agent may say nothing (it is busy, stopped or swapped out) while its machine answers."""
     mesh_orphan_timeout: Seconds | None = 60.0
     """Seconds that an agent keeps its procs when it hears nothing from the controller: the lease. None: for ever."""
     host_spawn_ready_timeout: Seconds = 30.0

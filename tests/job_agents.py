@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ import psutil
 from support import DEADLINE, REPOSITORY
 
 from monarch_slurm.actor import Actor, endpoint
+from monarch_slurm.wire import read_invitation, write_invitation
+
+
+def act_as_another_machine(folder: Path) -> None:
+    """Have agents that start from now on join the job in ``folder`` as those of other machines do: by TCP, and without
+    a look at the controller's process."""
+    invitation = read_invitation(folder / "controller.json")
+    write_invitation(folder, replace(invitation, near="", controller_host="another machine", controller_pid=0))
 
 
 class Agent:

@@ -71,7 +71,7 @@ class LocalHost:
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         self._loop.watch_process(process.pid, lambda: self._agent_ended(process.wait()))
         if not self._agent_pid:
-            self._patience = self._loop.call_later(settings().host_spawn_ready_timeout, self._too_slow)
+            self._patience = self._loop.call_at_deadline(settings().host_spawn_ready_timeout, self._too_slow)
 
     def _too_slow(self) -> None:
         cause = (

@@ -22,7 +22,7 @@ from monarch_slurm.config import configure, settings
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.host.branch import Branch
 from monarch_slurm.host.exits import FailureKind, ProcDown
-from monarch_slurm.host.identity import address_towards, ending_signals
+from monarch_slurm.host.identity import address_towards, ending_signals, pid_space
 from monarch_slurm.host.lease import Lease
 from monarch_slurm.host.log_streams import LogStreams
 from monarch_slurm.host.mailbox import Mailboxes
@@ -37,6 +37,7 @@ from monarch_slurm.wire import (
     CONTROLLER,
     Address,
     Invitation,
+    Link,
     Loop,
     Message,
     StreamLink,
@@ -100,7 +101,16 @@ class Agent:
         self._owners: dict[str, Address] = {}
         self._restartable: set[str] = set()
         self._places = Places()
-        self._lease = Lease(self._loop, folder, self._beat, self._controller_gone, invitation.address)
+        beside = invitation.controller_host == pid_space()
+        self._lease = Lease(
+            self._loop,
+            folder,
+            self._beat,
+            self._controller_gone,
+            invitation.address,
+            beside,
+            self._controllers_machine_silence,
+        )
         self._down = StreamLink(self._loop, self._from_proc, self._proc_fault, batch=True)
         self._down.listen(self._socket_path)
         self._holding = Holding[str](lambda name, message: self._to_proc(name, message, held=True))
@@ -145,7 +155,13 @@ class Agent:
         """Serve until told to end; return the exit code."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._loop.call_on_signals(ending_signals(), self._told_by_signal)
-        hello = {"name": self.name, "pid": os.getpid(), "hostname": socket.gethostname(), "address": self.ip}
+        hello = {
+            "name": self.name,
+            "pid": os.getpid(),
+            "hostname": socket.gethostname(),
+            "address": self.ip,
+            "endpoint": self._invitation.address,
+        }
         self._up.send(Message("hello", CONTROLLER, self._address, hello))
         self._procs.warm()
         self._lease.beat()
@@ -165,6 +181,11 @@ class Agent:
         if self._exit_code in (ENDED, RELEASED):  # else this has been told before, and the end is near
             logger.error("host %s: %s: ending all procs", self.name, how)
             self._end(code)
+
+    def _controllers_machine_silence(self) -> float | None:
+        # Of a connection through a gateway this kernel knows the gateway's end only.
+        relayed = not self._invitation.controller_host
+        return self._up.machine_silence() if isinstance(self._up, Link) and not relayed else None
 
     def _from_controller(self, message: Message) -> None:
         self._lease.heard()

@@ -20,6 +20,8 @@ from monarch_slurm.wire.plain import UnpackError
 from monarch_slurm.wire.sockets import connect_tcp, make_dealer
 
 _ATTEMPT_SECONDS = 5.0
+"""Seconds that a worker has to answer at the first attempt; each further attempt gives it twice as long."""
+
 _PAUSE_SECONDS = 0.2
 _THREADS = 64
 _UNREADABLE_ANSWERS = 3
@@ -59,6 +61,7 @@ class Candidate:
     name: str
     why: str = "it was not dialled yet"
     handshakes_failed: int = 0
+    patience: float = _ATTEMPT_SECONDS
 
 
 def attach_all(
@@ -101,7 +104,9 @@ def attach_all(
                 "settings": with_settings,
                 "invitation": asdict(invite(candidate.address)),
             }
-            socket, _ = ask_worker(context, keys, reach(candidate.address.dial), request, is_ours)
+            seconds = min(candidate.patience, max(_ATTEMPT_SECONDS, end - time.monotonic()))
+            candidate.patience *= 2
+            socket, _ = ask_worker(context, keys, reach(candidate.address.dial), request, is_ours, seconds)
             socket.close(linger=0)
         except (TryAgainError, OSError) as error:
             candidate.why = error.strerror or repr(error) if isinstance(error, OSError) else str(error)
@@ -131,14 +136,15 @@ def ask_worker(
     url: str,
     request: dict[str, Any],
     is_ours: Callable[[str], bool],
+    seconds: float = _ATTEMPT_SECONDS,
 ) -> tuple[zmq.Socket[bytes], dict[str, Any]]:
-    """Return the connection with the worker at ``url``, and how it has accepted ``request``.
+    """Return the connection with the worker at ``url``, and how it has accepted ``request``, within ``seconds``.
 
     Raises:
         TryAgainError: it did not now.
         AttachError: it never will.
     """
-    end = time.monotonic() + _ATTEMPT_SECONDS
+    end = time.monotonic() + seconds
     socket = make_dealer(context, f"{request['program']}-{os.urandom(4).hex()}")
     monitor = socket.get_monitor_socket()
     accepted = False

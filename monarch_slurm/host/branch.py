@@ -168,7 +168,7 @@ class Branch:
     def _flush(self) -> None:
         """Let what was collected in this round go up."""
         passing, self._passing = self._passing, []
-        self._pass_up([self._folder.take(self._loop.clock()), *passing])
+        self._pass_up([self._folder.take(self._loop.awake), *passing])
 
     def _pass_up(self, parts: list[Buffer]) -> None:
         data = b"".join(map(in_place, parts))
@@ -190,12 +190,12 @@ class Branch:
         if since is not None and self._above is not None and self._linked and since >= self._linked_at:
             current = settings()
             late = patience(current.missed_heartbeats) * current.heartbeat_interval
-            if self._loop.clock() - max(since, self._sent_again_at) > late:
+            if self._loop.awake - max(since, self._sent_again_at) > late:
                 self._broken(self._above)
 
     def _send_again(self) -> None:
         """Send what may be lost on the way, and have those below do so."""
-        self._sent_again_at = self._loop.clock()
+        self._sent_again_at = self._loop.awake
         self._flush()
         self._pass_up([self._folder.kept()])
         if self._door is not None:
@@ -224,7 +224,7 @@ class Branch:
         if link is not self._above:
             return
         if message.kind == "above":
-            self._linked, self._linked_at = True, self._loop.clock()
+            self._linked, self._linked_at = True, self._loop.awake
             self._tell("tree_linked", parent=self._parent, link=self._link_number)
         elif message.kind == "share":
             when_whole(message.body, lambda: self._share_is_here(message))

@@ -47,6 +47,9 @@ _SIGNAL_WORDS = {
 SILENT = "nothing was heard from it"
 """Begins the cause of a host's end if nobody knows more than that."""
 
+UNRESPONSIVE = "its agent said nothing"
+"""Begins the cause of a host's end if its machine answers, and its agent does not."""
+
 LOST_WITH_HOST = "Lost(host)"
 """``ProcDown.exit`` of a proc whose host is lost: nobody saw it."""
 

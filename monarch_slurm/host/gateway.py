@@ -35,6 +35,8 @@ class GatewayEnd:
         self._reply = reply
         self._address = address
         self._tunnels: dict[bytes, Tunnel] = {}
+        self._heard: dict[bytes, float] = {}
+        """When each program was heard last, in the time in which this process could hear it."""
 
     def open(self, peer: bytes) -> dict[str, Any]:
         """Listen for agents of the program that is connected as ``peer``; return the answer to it."""
@@ -46,6 +48,7 @@ class GatewayEnd:
 
         tunnel = self._tunnels[peer] = Tunnel(send, 1, None)
         port = tunnel.listen(resolve(split_tcp(self._address.bind)[0]), None)
+        self._heard[peer] = self._loop.awake
         self._loop.call_later(SILENCE_SECONDS, lambda: self._look(peer))
         return {"accepted": True, "relay": [self._address.host, port]}
 
@@ -53,6 +56,7 @@ class GatewayEnd:
         """Take a packet of a program."""
         tunnel = self._tunnels.get(peer)
         if tunnel is not None:
+            self._heard[peer] = self._loop.awake
             tunnel.take(packet)
 
     def close(self) -> None:
@@ -61,7 +65,8 @@ class GatewayEnd:
             self._tunnels.pop(peer).close()
 
     def _look(self, peer: bytes) -> None:
-        if time.monotonic() - self._tunnels[peer].heard_at > SILENCE_SECONDS:
+        if self._loop.awake - self._heard[peer] > SILENCE_SECONDS:
+            del self._heard[peer]
             self._tunnels.pop(peer).close()
         else:
             self._loop.call_later(SILENCE_SECONDS / 2, lambda: self._look(peer))

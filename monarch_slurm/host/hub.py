@@ -15,7 +15,7 @@ import zmq
 from monarch_slurm.config import settings
 from monarch_slurm.host.caster import Caster
 from monarch_slurm.host.contacts import Contacts
-from monarch_slurm.host.exits import SILENT, HostDown
+from monarch_slurm.host.exits import SILENT, UNRESPONSIVE, HostDown
 from monarch_slurm.host.identity import pid_space
 from monarch_slurm.host.incoming import Incoming
 from monarch_slurm.host.places import Places
@@ -36,6 +36,7 @@ from monarch_slurm.wire import (
 )
 from monarch_slurm.wire.agent_links import AgentLinks
 from monarch_slurm.wire.sockets import bind_tcp, make_router
+from monarch_slurm.wire.stream_link import large_parts_in_files
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,10 @@ class Hub:
         self._ending = False
         current = settings()
         self._interval = current.heartbeat_interval
-        self._liveness = Liveness(current.heartbeat_interval, current.missed_heartbeats)
+        self._network_limit = current.heartbeat_interval * current.missed_heartbeats
+        self._liveness = Liveness(self._network_limit, current.unresponsive_agent_timeout)
+        self._relayed: set[str] = set()
+        """Hosts whose connection ends at a process in between: what this kernel knows of it tells nothing of them."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         router = make_router(self._context)
         self._gatekeeper = Gatekeeper(self._context, router, keys)
@@ -164,6 +168,7 @@ class Hub:
             else:
                 self._loop.call_soon(lambda: self._on_message(message))
             return
+        self._prepare(message, [message.dst.host])
         with self._lock:
             self._redirect(message)
             self._contacts.note(message)
@@ -178,6 +183,11 @@ class Hub:
                 except UnknownPeerError:
                     pass
         self._loop.call_soon(lambda: self._undeliverable(message))
+
+    def _prepare(self, message: Message, hosts: Iterable[str]) -> None:
+        """Copy what is large before the lock is taken: the loop's thread waits for that lock, too."""
+        if message.body and any(self._link.near.knows(host) or host not in self.hosts for host in hosts):
+            large_parts_in_files(message)
 
     def _redirect(self, message: Message) -> None:
         host = self.places.now(message.dst.host)
@@ -239,6 +249,7 @@ class Hub:
 
     def _cast(self, message: Message) -> None:
         """Send one message to the procs of many hosts. For any thread; keeps the order of one thread."""
+        self._prepare(message, [host for host, _ in message.fields["targets"]])
         with self._lock:
             self._contacts.note_cast(message, [host for host, _ in message.fields["targets"]])
             absent, unreachable = self._caster.cast(message)
@@ -278,7 +289,8 @@ class Hub:
         if message.src.host != peer:
             logger.error("host %s spoke as %s; dropped", peer, message.src)
             return
-        self._liveness.heard(peer, self._loop.clock())
+        if not self._link.near.knows(peer):  # of one on this machine the kernel tells when it has ended
+            self._liveness.heard(peer, self._loop.awake)
         if message.kind == "heartbeat":
             if message.fields:
                 with self._lock:
@@ -323,6 +335,8 @@ class Hub:
     def _joined(self, peer: str, message: Message) -> None:
         fields = message.fields
         info = HostInfo(peer, fields["name"], fields["hostname"], fields["pid"], fields["address"])
+        if fields.get("endpoint") not in self._endpoints.values():
+            self._relayed.add(peer)
         with self._lock:
             welcomed = {"settings": _agent_settings(), "places": self.places.table()}
             welcome = Message("welcome", Address(peer, AGENT), CONTROLLER, welcomed)
@@ -343,19 +357,15 @@ class Hub:
         with self._lock:
             info = self.hosts.pop(peer, None)
             self._liveness.forget(peer)
+            self._relayed.discard(peer)
             self._incoming.leave(peer)
             self._caster.leave(peer)
         return info
 
     def _beat(self) -> None:
-        # Messages that wait in the socket were read before this timer fired, so nobody is called dead unheard.
-        if self._loop.late > 0:
-            self._liveness.overslept(self._loop.late)
+        self._judge(self._loop.awake)
         with self._lock:
             self._caster.beat()
-        now = self._loop.clock()
-        for peer in self._liveness.dead(now):
-            self._host_down(peer, f"{SILENT} for {self._interval * settings().missed_heartbeats:g} s", silent=True)
         for peer in list(self.hosts):
             folds = self._incoming.folds(peer)
             acknowledged = {"folds": folds} if folds else {}
@@ -364,6 +374,20 @@ class Hub:
             except UnknownPeerError:  # its process has died, and its kernel said so
                 self._agent_closed(peer)
         self._loop.call_later(self._interval, self._beat)
+
+    def _judge(self, now: float) -> None:
+        """Give up the hosts on other machines that are lost. What they have sent was read before."""
+        for peer in self._liveness.silent(now, self._interval):
+            silence = None if peer in self._relayed else self._link.machine_silence(peer)
+            if silence is not None:
+                self._liveness.answered(peer, now - silence)
+        self._liveness.peer_limit = limit = settings().unresponsive_agent_timeout
+        for peer, machine_answers in self._liveness.lost(now):
+            if machine_answers:
+                cause = f"{UNRESPONSIVE} for {limit:g} s (setting unresponsive_agent_timeout), but its machine answers"
+                self._host_down(peer, cause)
+            else:
+                self._host_down(peer, f"{SILENT} for {self._network_limit:g} s", silent=True)
 
     def _host_down(self, peer: str, cause: str, silent: bool = False) -> None:
         info = self._forget(peer)

@@ -1,8 +1,10 @@
-"""How long an agent goes on without its controller.
+"""How long an agent keeps its procs without its controller.
 
-The end of a controller on the same machine is seen at once, and of one that leaves in order its invitation vanishes.
-So does one that has attached to a worker, is silent and has its machine refuse connections: nothing listens there
-any more. Any other that is silent for longer than the lease (setting ``mesh_orphan_timeout``) counts as gone.
+The kernel reports the end of a controller on the same machine, so its silence means nothing there. Nor does it while
+the controller's machine acknowledges what this agent sends: a kernel closes the connections of a process that has
+ended. A controller that leaves in order withdraws its invitation. One that has attached to a worker is gone when it is
+silent and its machine refuses connections: nothing listens there any more. Any other controller is gone after the lease
+(setting ``mesh_orphan_timeout``): so many seconds of silence in which this agent could have heard it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ class Lease:
         on_beat: called once per heartbeat interval while the lease holds.
         on_over: called with the reason when it is over.
         address: where the controller listens, ``tcp://host:port``.
+        beside: the controller is a process of this machine, see `watch`.
+        machine_silence: returns the seconds since the controller's machine acknowledged something; None if that is not
+            known.
     """
 
     def __init__(
@@ -36,18 +41,22 @@ class Lease:
         on_beat: Callable[[], None],
         on_over: Callable[[str], None],
         address: str,
+        beside: bool,
+        machine_silence: Callable[[], float | None],
     ) -> None:
         self._loop = loop
         self._folder = folder
         self._on_beat = on_beat
         self._on_over = on_over
         self._doorbell = Doorbell(address)
-        self._last_heard = loop.clock()
+        self._beside = beside
+        self._machine_silence = machine_silence
+        self._last_heard = self._last_answered = loop.awake
         self._next_beat: Timer | None = None
 
     def heard(self) -> None:
         """Note that the controller has said something."""
-        self._last_heard = self._loop.clock()
+        self._last_heard = self._last_answered = self._loop.awake
 
     def watch(self, pid: int) -> None:
         """The controller is the process ``pid`` of this machine."""
@@ -61,18 +70,31 @@ class Lease:
         if self._next_beat is not None:
             self._next_beat.cancel()
         interval = settings().heartbeat_interval
-        if self._loop.late > interval:
-            self._last_heard += self._loop.late  # this process did not run; it cannot have heard anything
-        silence = self._loop.clock() - self._last_heard
-        if silence > (settings().mesh_orphan_timeout or silence):  # None: for ever
-            self._on_over(f"nothing heard from the controller for {silence:.0f} s")
-        elif silence > 2 * interval and self._controller_left():
-            self._on_over(_ENDED)
-        elif silence > settings().missed_heartbeats * interval and self._folder is None and self._doorbell.is_gone():
-            self._on_over(f"{_ENDED}: nothing listens at its address any more")
+        over = self._over(self._loop.awake, interval)
+        if over:
+            self._on_over(over)
         else:
             self._on_beat()
             self._next_beat = self._loop.call_later(interval, self.beat)
+
+    def _over(self, now: float, interval: float) -> str:
+        """Return why the lease is over; an empty text if it is not."""
+        silence = now - self._last_heard
+        if silence <= interval:
+            return ""
+        if silence > 2 * interval and self._controller_left():
+            return _ENDED
+        if self._beside:
+            return ""
+        machine = self._machine_silence()
+        if machine is not None:
+            self._last_answered = max(self._last_answered, now - machine)
+        elif silence > settings().missed_heartbeats * interval and self._folder is None and self._doorbell.is_gone():
+            return f"{_ENDED}: nothing listens at its address any more"
+        unanswered, limit = now - self._last_answered, settings().mesh_orphan_timeout
+        if limit is not None and unanswered > limit:
+            return f"nothing heard from the controller for {unanswered:.0f} s"
+        return ""
 
     def _controller_left(self) -> bool:
         return self._folder is not None and not (self._folder / CONTROLLER_FILE).exists()

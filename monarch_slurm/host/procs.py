@@ -196,7 +196,7 @@ class ProcTable:
             proc.stopping = proc.stopping or not why
             proc.why_ended = why
             if seconds > 0:
-                self._loop.call_later(seconds, lambda: self._kill_if_same(name, proc))
+                self._loop.call_at_deadline(seconds, lambda: self._kill_if_same(name, proc))
             else:
                 self.signal(name, signal.SIGKILL)
 
@@ -280,7 +280,7 @@ class ProcTable:
             _send_signal(proc, proc.signal_at_birth)
         seconds = proc.spec.settings.get("proc_start_timeout") or settings().proc_start_timeout
         if not proc.reported:
-            proc.patience = self._loop.call_later(seconds, lambda: self._too_slow(name, seconds))
+            proc.patience = self._loop.call_at_deadline(seconds, lambda: self._too_slow(name, seconds))
 
     def _too_slow(self, name: str, seconds: float) -> None:
         self._procs[
@@ -307,11 +307,11 @@ class ProcTable:
             proc.patience.cancel()
         self._orphans.sweep()
         exit_text = proc.why_ended or describe_exit(result.si_code, result.si_status)
-        self._drain(name, exit_text, self._loop.clock() + DRAIN_SECONDS)
+        self._drain(name, exit_text, self._loop.awake + DRAIN_SECONDS)
 
     def _drain(self, name: str, exit_text: str, deadline: float) -> None:
         """Tell of the end once the connection is gone, too; nothing that the proc sent can come after that."""
-        if self._connected(name) and self._loop.clock() < deadline:
+        if self._connected(name) and self._loop.awake < deadline:
             self._loop.call_later(LOOK_SECONDS, lambda: self._drain(name, exit_text, deadline))
         else:
             self._end(name, exit_text)

@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -52,7 +51,6 @@ class Tunnel:
         self._default = default
         self._connections: dict[int, _Connection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self.heard_at = time.monotonic()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="monarch-tunnel", daemon=True).start()
 
@@ -79,7 +77,6 @@ class Tunnel:
 
     def take(self, packet: dict[str, Any]) -> None:
         """Take a packet of the other end. For any thread, in order."""
-        self.heard_at = time.monotonic()
         self._loop.call_soon_threadsafe(self._take, packet)
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ class ZygoteLink:
         theirs.close()
         self._socket.setblocking(False)
         loop.add_reader(self._socket.fileno(), self._read)
-        self._patience = loop.call_later(settings().preload_timeout, self._give_up)
+        self._patience = loop.call_at_deadline(settings().preload_timeout, self._give_up)
 
     @property
     def pid(self) -> int:

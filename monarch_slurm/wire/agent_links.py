@@ -80,6 +80,10 @@ class AgentLinks:
         with contextlib.suppress(UnknownPeerError):  # that host is lost, and who waits for it is told so
             self.near.send(message, receiver[0])
 
+    def machine_silence(self, peer: str) -> float | None:
+        """See `Link.machine_silence`."""
+        return self._far.machine_silence(peer)
+
     def forget(self, peer: str) -> None:
         """Have nothing to do any more with ``peer``, which is gone. On the loop's thread."""
         self.near.forget(peer)

@@ -18,6 +18,7 @@ from monarch_slurm.wire.bulk import BULK_BYTES, PlainBuffer, in_place
 from monarch_slurm.wire.frames import Message, WireError, decode, encode, number_of
 from monarch_slurm.wire.large_buffers import Buffer
 from monarch_slurm.wire.loop import Loop
+from monarch_slurm.wire.tcp_info import TcpConnection
 from monarch_slurm.wire.transfers import CREDIT, PIECE, Inbox, Outbox, credit, credited, is_promised, kind_of
 
 MessageHandler = Callable[[str, Message], None]
@@ -71,6 +72,8 @@ class Link:
         self._received: dict[str, int] = {}
         self._outboxes: dict[str, Outbox] = {}
         self._inboxes: dict[str, Inbox] = {}
+        self._connections: dict[str, TcpConnection] = {}
+        """The connection that each peer's last message came over."""
         self._closed = False
         self._fd = int(socket.getsockopt(zmq.FD))
         loop.call_soon(self._register)
@@ -119,6 +122,18 @@ class Link:
             inbox = self._inboxes.pop(peer, None)
         if inbox is not None:
             inbox.close()
+        self._connections.pop(peer, None)
+
+    def machine_silence(self, peer: str = SOLE_PEER) -> float | None:
+        """Return the seconds since the machine of ``peer`` acknowledged something; None if that is not known.
+
+        Its kernel does so for as long as it has power and a network, whatever the process does. On the loop's thread.
+        """
+        connection = self._connections.get(peer)
+        silence = None if connection is None else connection.machine_silence()
+        if silence is None:
+            self._connections.pop(peer, None)
+        return silence
 
     def close(self, linger_ms: int = 0) -> None:
         """Close the socket; what is sent gets ``linger_ms`` to leave. On the loop's thread, or when it does not run."""
@@ -136,7 +151,7 @@ class Link:
         """Hand on every message that has arrived. On the loop's thread."""
         drained = False
         while not drained:
-            arrived: list[list[PlainBuffer]] = []
+            arrived: list[tuple[int, list[PlainBuffer]]] = []
             with self._lock:
                 drained = self._closed
                 while not drained and len(arrived) < _BATCH:
@@ -144,18 +159,22 @@ class Link:
                         arrived.append(self._receive())
                     except zmq.Again:  # the edge is taken, too: what comes from here on makes a new one
                         drained = True
-            for frames in arrived:
-                self._take(frames)
+            for fd, frames in arrived:
+                self._take(fd, frames)
 
-    def _receive(self) -> list[PlainBuffer]:
-        frames: list[PlainBuffer] = [self._socket.recv(_LAST)]
-        while self._socket.getsockopt(zmq.RCVMORE):
+    def _receive(self) -> tuple[int, list[PlainBuffer]]:
+        """Return the frames of a message, and the descriptor of the connection that it came over."""
+        first: zmq.Frame = self._socket.recv(_LAST, copy=False)  # ZeroMQ tells the descriptor of frames only
+        frames: list[PlainBuffer] = [first.bytes]
+        more = first.more
+        while more:
             if len(frames) == 1 and self._routes:
                 frames.append(self._socket.recv(_LAST))
-                continue
-            frame = self._socket.recv(_LAST, copy=False)
-            frames.append(frame.bytes if len(frame) < _COPY_BYTES else frame.buffer)
-        return frames
+            else:
+                frame = self._socket.recv(_LAST, copy=False)
+                frames.append(frame.bytes if len(frame) < _COPY_BYTES else frame.buffer)
+            more = bool(self._socket.getsockopt(zmq.RCVMORE))
+        return int(first.get(zmq.SRCFD)), frames
 
     def _pump(self, peer: str) -> None:
         """Send what pieces may be sent."""
@@ -207,10 +226,13 @@ class Link:
     def _readable(self) -> bool:
         return bool(self._socket.getsockopt(zmq.EVENTS) & _POLLIN)  # type: ignore[operator]
 
-    def _take(self, frames: list[PlainBuffer]) -> None:
+    def _take(self, fd: int, frames: list[PlainBuffer]) -> None:
         peer = SOLE_PEER
         if self._routes:
             peer, frames = bytes(frames[0]).decode(errors="replace"), frames[1:]
+        known = self._connections.get(peer)
+        if known is None or known.fd != fd:
+            self._note_connection(peer, fd)
         try:
             message = self._check(peer, frames)
         except WireError as error:
@@ -218,6 +240,11 @@ class Link:
             return
         if message is not None:
             self._on_message(peer, message)
+
+    def _note_connection(self, peer: str, fd: int) -> None:
+        connection = TcpConnection.of(fd)
+        if connection is not None:
+            self._connections[peer] = connection
 
     def _check(self, peer: str, frames: list[PlainBuffer]) -> Message | None:
         number, expected = number_of(frames), self._received.get(peer, 0)

@@ -6,6 +6,7 @@ import contextlib
 import heapq
 import itertools
 import logging
+import math
 import os
 import select
 import signal
@@ -15,9 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from monarch_slurm.wire.awake_clock import AwakeClock
+
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
+
+_STALE_SECONDS = 0.05
+"""Before timers fire this long after the descriptors were looked at, the loop looks at them once more."""
 
 
 class Timer:
@@ -30,6 +36,11 @@ class Timer:
         """Make sure that the call does not happen any more."""
         self._callback = None
 
+    @property
+    def pending(self) -> bool:
+        """Whether the call has neither happened nor been taken back."""
+        return self._callback is not None
+
     def _fire(self) -> None:
         callback, self._callback = self._callback, None
         if callback is not None:
@@ -41,6 +52,9 @@ class Loop:
 
     A callback that raises is a fault of this package: it is logged with its traceback and the loop goes on, since one
     broken message must not cost the process its other links.
+
+    What has arrived is read before a timer fires that this loop was too late for: a timer that judges others by their
+    silence finds what they have sent.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -56,8 +70,16 @@ class Loop:
         self._stopping = False
         self._runs_on = 0
         self._wakeup: tuple[socket.socket, ...] = ()
-        self.late = 0.0
-        """Seconds that the last round came later than its next timer asked for: how long this process did not run."""
+        self._awake = AwakeClock(clock)
+        self._reads_first = False
+        """Timers wait for this round, so that it reads before they fire."""
+
+    @property
+    def awake(self) -> float:
+        """Seconds in which this loop could hear others; time in which its process was stopped or held up is left out.
+        For any thread.
+        """
+        return self._awake.now
 
     def add_reader(self, fd: int, callback: Callable[[], None]) -> None:
         """Call ``callback`` whenever ``fd`` is readable or hung up."""
@@ -102,6 +124,23 @@ class Loop:
         timer = Timer(callback)
         heapq.heappush(self._timers, (self.clock() + seconds, next(self._order), timer))
         return timer
+
+    def call_at_deadline(self, seconds: float, callback: Callable[[], None]) -> Timer:
+        """Call ``callback`` when others have had ``seconds`` for something. Time in which this process could not have
+        noticed that they were done does not count. For the loop's own thread, or before it runs.
+        """
+        end = self.awake + seconds
+        deadline = Timer(callback)
+
+        def look() -> None:
+            left = end - self.awake
+            if left <= 0:
+                deadline._fire()
+            elif deadline.pending:
+                self.call_later(left, look)
+
+        self.call_later(seconds, look)
+        return deadline
 
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` on the loop's thread as soon as it can. For any thread."""
@@ -160,14 +199,14 @@ class Loop:
 
     def _round(self) -> None:
         timeout = -1.0
-        due = None
         if self._calls:
             timeout = 0.0
         elif self._timers:
-            due = self._timers[0][0]
-            timeout = max(0.0, due - self.clock())
+            timeout = max(0.0, self._timers[0][0] - self.clock())
+        self._awake.tick()
         ready = self._epoll.poll(timeout)
-        self.late = max(0.0, self.clock() - due) if due is not None else 0.0
+        self._awake.tick(timeout if timeout >= 0 else math.inf)
+        looked_at = self.clock()
         for fd, _ in ready:
             if fd == self._wake_fd:
                 os.eventfd_read(fd)
@@ -177,9 +216,19 @@ class Loop:
         for _ in range(len(self._calls)):
             if self._calls:  # a call that waits inside of its own rounds takes others
                 self.guard(self._calls.popleft())
+        self._fire_timers(looked_at)
+
+    def _fire_timers(self, looked_at: float) -> None:
+        fired = False
         now = self.clock()
         while self._timers and self._timers[0][0] <= now:
+            # At least one timer fires in every second round, however long rounds take.
+            if self.clock() - looked_at > _STALE_SECONDS and (fired or not self._reads_first):
+                self._reads_first = True
+                return
+            fired = True
             self.guard(heapq.heappop(self._timers)[2]._fire)
+        self._reads_first = False
 
     @staticmethod
     def guard(callback: Callable[[], None] | None) -> None:

@@ -23,7 +23,14 @@ logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + MAX_PART_BYTES
 """Larger frames are refused before there is memory for them, whoever announces them."""
 
-HANDSHAKE_MS = 10_000
+HANDSHAKE_MS = 30_000
+"""A listener hangs up on whoever has not proved itself until then. It is long: an honest agent on a busy machine gets
+little CPU. A stranger costs one descriptor meanwhile, and one line in the log at most."""
+
+DIAL_HANDSHAKE_MS = 60_000
+"""Whoever dials waits longer than the listener does: if it hung up earlier and dialled again, a listener that was
+stopped would find a queue of connections that nobody wants any more."""
+
 BACKLOG = 4096
 """Connections that may wait to be taken, as all hosts dial within a moment; the kernel allows net.core.somaxconn."""
 
@@ -56,6 +63,7 @@ def make_dealer(context: zmq.Context[zmq.Socket[bytes]], identity: str) -> zmq.S
     """Return a DEALER that a ROUTER knows as ``identity``."""
     socket = open_socket(context, zmq.DEALER)
     _prepare(socket)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, DIAL_HANDSHAKE_MS)
     socket.setsockopt(zmq.ROUTING_ID, identity.encode())
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
@@ -147,7 +155,7 @@ class Gatekeeper:
         self._clock = clock
         self._last_log = float("-inf")
         self.refused = 0
-        """Connections refused so far."""
+        """Connections so far that ended without a proof of membership."""
 
     def attach(self, loop: Loop) -> None:
         """Serve on ``loop``."""
@@ -174,12 +182,20 @@ class Gatekeeper:
             event = parse_monitor_message(self._failures.recv_multipart())["event"]
             if event == zmq.EVENT_ACCEPT_FAILED:
                 self._cannot_accept()
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self._unfinished()
             else:
                 self._refused("somebody who does not speak as an agent of this job does")
 
     def _cannot_accept(self) -> None:
         if self._is_due():
             logger.error("cannot take another host's connection: %s", descriptor_limit("each host takes one"))
+
+    def _unfinished(self) -> None:
+        # What came was not wrong: it was a port scanner, a stranger that hung up first, an agent that has ended or got
+        # too little CPU, or somebody who looks whether this process still listens (`monarch_slurm.host.doorbell`).
+        self.refused += 1
+        logger.info("a connection ended before its other end had proved that it holds this job's key")
 
     def _refused(self, who: str) -> None:
         self.refused += 1

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from monarch_slurm.wire.bulk import in_bulk
+from monarch_slurm.wire.bulk import BULK_BYTES, MAX_BULKS, in_bulk
 from monarch_slurm.wire.frames import Message, WireError, decode, encode, number_of
 from monarch_slurm.wire.large_buffers import Buffer
 from monarch_slurm.wire.link import SOLE_PEER, FaultHandler, MessageHandler, UnknownPeerError
@@ -47,6 +47,18 @@ _MOST_READS = 1000
 
 _READABLE = select.EPOLLIN
 _WRITABLE = select.EPOLLIN | select.EPOLLOUT
+
+
+def large_parts_in_files(message: Message) -> None:
+    """Copy the large parts of ``message`` into files of memory, once for all whom it is sent to on this machine.
+
+    It takes long, so whoever holds a lock while it sends calls this before it takes the lock.
+    """
+    if message.encoded is not None and len(message.encoded) > 1:
+        message.encoded[1:] = map(in_bulk, message.encoded[1:])
+    elif message.encoded is None and any(len(part) >= BULK_BYTES for part in message.body):
+        parts = list(message.body)
+        message.body = [*map(in_bulk, parts[:MAX_BULKS]), *parts[MAX_BULKS:]]
 
 
 class StreamLink:
@@ -142,8 +154,7 @@ class StreamLink:
             if peer == SOLE_PEER:
                 return  # it is gone, and so will be this process
             raise UnknownPeerError(peer)
-        if message.encoded is not None and len(message.encoded) > 1:
-            message.encoded[1:] = map(in_bulk, message.encoded[1:])  # once for all whom it is passed on to
+        large_parts_in_files(message)
         with to.stream.lock:
             frames = encode(message, to.sent)
             to.sent += 1

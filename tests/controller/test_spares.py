@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from counter import Counter
-from job_agents import Agent
+from job_agents import Agent, act_as_another_machine
 from support import DEADLINE, hold, wait_gone, wait_until
 
 from monarch_slurm.actor import (
@@ -25,6 +25,7 @@ from monarch_slurm.actor import (
 )
 from monarch_slurm.actor.client import client
 from monarch_slurm.actor.stand_ins import ASKED_FOR
+from monarch_slurm.config import configured
 from monarch_slurm.controller import gather_hosts, keep_whole, publish
 from monarch_slurm.host import HostDown
 
@@ -71,6 +72,7 @@ class Hosts:
 
     def __init__(self, folder: Path, agents: Callable[..., Agent]) -> None:
         publish(folder, address="127.0.0.1")
+        act_as_another_machine(folder)
         self._folder, self._agents = folder, agents
         self.agents: dict[str, Agent] = {}
 
@@ -210,7 +212,8 @@ def test_a_silent_host_is_replaced_and_cannot_speak_any_more(hosts: Hosts) -> No
     for pid in silent:
         hold(pid)
     try:
-        eventually(lambda: counters.add.call(1).get(DEADLINE))
+        with configured(unresponsive_agent_timeout=0.1):  # its machine answers, being this one
+            eventually(lambda: counters.add.call(1).get(DEADLINE))
         assert mesh.host_names == ["h0", "s0"]
     finally:
         for pid in silent:
