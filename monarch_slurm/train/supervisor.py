@@ -36,14 +36,12 @@ from monarch_slurm.train.injection import FailureActor
 from monarch_slurm.train.saved import SavedState
 from monarch_slurm.train.trainer import PulseActor, TrainerActor
 from monarch_slurm.train.watchdog import Watchdog
+from monarch_slurm.wire.awake_clock import AwakeClock
 
 TRAINER_ENV: dict[str, str | None] = {"RUST_LOG": "warn", "TOKIO_WORKER_THREADS": "2"}
 
 _WATCH_SECONDS = 0.1
-"""Longest pause between two looks at the deadlines."""
-
-_OVERSLEPT = 1.0
-"""Seconds that a look may come late before its lateness is taken off the deadlines: the job was suspended."""
+"""Longest pause between two looks at the deadlines; shorter than `AwakeClock` takes for a pause of the process."""
 
 PEER_LOST_PATIENCE = 1.0
 """Seconds that a collective may have taken when a host is known to be lost: longer, and it waits for that host."""
@@ -119,6 +117,7 @@ class ReplicaActor(Actor):
         # Replicas that share hosts take consecutive GPUs there.
         self._slot = hosts[: self._replica].count(self._hosts)
         self._lighthouse = lighthouse
+        self._clock = AwakeClock()
         self._policy = policy
         self._events = events
         self._mesh_budget = RestartBudget(policy.mesh, policy.backoff)
@@ -218,7 +217,8 @@ class ReplicaActor(Actor):
         )
         failures = procs.spawn("failure", FailureActor)
         pulses = procs.spawn("pulse", PulseActor)
-        watchdog = Watchdog(config.procs_per_replica, config.step_deadline, config.sync_deadline, time.monotonic())
+        now = self._clock.tick()
+        watchdog = Watchdog(config.procs_per_replica, config.step_deadline, config.sync_deadline, now)
         meshes: list[Any] = [trainers, failures, pulses]
         names = frozenset({procs._layout.mesh, *(mesh._ref.mesh for mesh in meshes)})
         generation = _Generation(number, procs, trainers, failures, pulses, watchdog, names)
@@ -245,7 +245,7 @@ class ReplicaActor(Actor):
             item: Event = await receiver.recv()
             if generation.over:
                 break
-            generation.watchdog.take(item, time.monotonic())
+            generation.watchdog.take(item, self._clock.tick())
             if item["kind"] == "sync" and item["committed"]:
                 self._committed_step = max(self._committed_step, item["step"])
             elif item["kind"] == "finished":
@@ -261,12 +261,9 @@ class ReplicaActor(Actor):
             if due is None:
                 return
             # Not until `due`: a change of phase may bring an earlier deadline meanwhile.
-            pause = min(max(0.01, due - time.monotonic()), _WATCH_SECONDS)
-            began = time.monotonic()
+            pause = min(max(0.01, due - self._clock.tick()), _WATCH_SECONDS)
             await asyncio.sleep(pause)
-            if (late := time.monotonic() - began - pause) > _OVERSLEPT:
-                generation.watchdog.overslept(late)
-            hung = generation.watchdog.hung(time.monotonic())
+            hung = generation.watchdog.hung(self._clock.tick())
             if hung is not None and not generation.over:
                 rank, cause = hung
                 self._fail(generation, cause=f"rank {rank} hangs: {cause}", rank=rank, exit_text="Hung(killed)")
@@ -276,7 +273,7 @@ class ReplicaActor(Actor):
         try:
             await process.pulse.call_one()  # the first answer may wait for a zygote that still loads
             while not generation.over:
-                generation.watchdog.pulse_asked(rank, time.monotonic())
+                generation.watchdog.pulse_asked(rank, self._clock.tick())
                 await process.pulse.call_one()
                 generation.watchdog.pulse_answered(rank)
                 await asyncio.sleep(_PULSE_SECONDS)

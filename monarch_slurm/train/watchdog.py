@@ -38,7 +38,7 @@ class Watchdog:
         ranks: number of ranks.
         step_deadline: seconds that one inner step may take.
         sync_deadline: seconds that one sync may take.
-        now: the present time; all times are of the same monotonic clock.
+        now: the present time. All times are of one `AwakeClock`: time in which the job was suspended does not count.
     """
 
     def __init__(self, ranks: int, step_deadline: float, sync_deadline: float, now: float) -> None:
@@ -68,13 +68,6 @@ class Watchdog:
             self._asked.pop(event["rank"], None)
         else:
             progress.since = now
-
-    def overslept(self, seconds: float) -> None:
-        """Add ``seconds`` to every deadline: this process did not run, and perhaps nobody did (a suspended job)."""
-        for progress in self._progress.values():
-            progress.since += seconds
-        for rank in self._asked:
-            self._asked[rank] += seconds
 
     def pulse_asked(self, rank: int, now: float) -> None:
         """The process of ``rank`` was asked for a sign of life."""

@@ -16,7 +16,10 @@ from monarch_slurm.job import Phase, SlurmJob, follow
 Program = Callable[[str], list[str]]
 
 SILENCE = 6.0
-"""Seconds; a host that is silent for three counts as lost."""
+"""Seconds; a host whose machine is silent for three is lost."""
+
+STOPPED = 10.0
+"""Seconds that an agent is stopped for."""
 
 
 def submit(program: Program, **options: object) -> SlurmJob:
@@ -55,6 +58,30 @@ def test_a_suspended_job_loses_no_host(cluster: Cluster, program: Program) -> No
     pass_time(SILENCE)  # what counts the silence looks again
     assert agents(cluster) == before
     finish(job)
+
+
+def test_a_stopped_agent_is_not_lost_and_a_cut_off_node_is(cluster: Cluster, program: Program) -> None:
+    job = submit(program)
+    log = job.folder / "controller.log"
+    before = agents(cluster)
+    for node in ("n2", "n1"):  # on another machine than the controller, and on the same one
+        cluster.call("exec", node, "pkill", "-STOP", "-f", "monarch_slurm.host --folder")
+        pass_time(STOPPED)
+        cluster.call("exec", node, "pkill", "-CONT", "-f", "monarch_slurm.host --folder")
+        pass_time(SILENCE)
+        assert agents(cluster) == before
+        assert read(log) == "ready\nanswering: n1 n2\n"
+    # Stopped first, so that nothing but the silence of its machine tells.
+    cluster.call("exec", "n2", "pkill", "-STOP", "-f", "monarch_slurm.host --folder")
+    pass_time(SILENCE)
+    assert "lost" not in read(log)
+    cluster.cut("n2")
+    wait_until(lambda: "host n2 is lost: nothing was heard from it for 3 s" in read(log), "the loss of n2")
+    wait_until(lambda: "answering: n1\n" in read(log), "n1 to answer alone")
+    cluster.call("exec", "n2", "pkill", "-CONT", "-f", "monarch_slurm.host --folder")
+    Path("stop").touch()
+    follow(job, io.StringIO())
+    wait_until(lambda: job.status().phase is Phase.ENDED, "end of the job")
 
 
 def test_a_slurmd_that_is_killed_and_started_again_costs_nothing(cluster: Cluster, program: Program) -> None:

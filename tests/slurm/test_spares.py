@@ -116,14 +116,17 @@ def test_slurm_is_asked_for_another_node(cluster: Cluster, program: Program, mon
 
 
 @pytest.mark.parametrize("how", ["program", "scancel"])
-def test_a_request_that_waits_is_not_left_in_the_queue(cluster: Cluster, program: Program, how: str) -> None:
+def test_a_request_that_waits_is_not_left_in_the_queue(
+    cluster: Cluster, program: Program, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MONARCH_SLURM_UNRESPONSIVE_AGENT_TIMEOUT", "3")
     blocking = cluster.run("sbatch", "--parsable", "-w", "n4", "--exclusive", "--wrap", "sleep 300").strip()
     wait_until(lambda: "n4" in cluster.run("squeue", "-h", "-t", "RUNNING", "-o", "%N"), "n4 to be busy")
     job = SlurmJob({"hosts": 3}, on_lost="request")
     job.apply(program(KEPT))
     log = job.folder / "controller.log"
     wait_until(lambda: "answering: n1 n2 n3" in read(log), "all nodes to answer")
-    # Silent, but there: its step is not started again, so nothing comes back on n2.
+    # Silent, but there: its step is not started again, so nothing comes back on n2. Its machine answers.
     cluster.call("exec", "n2", "pkill", "-STOP", "-f", "monarch_slurm.host --folder")
     wait_until(lambda: "-more" in cluster.run("squeue", "-h", "-t", "PENDING", "-o", "%j"), "the request")
     if how == "program":

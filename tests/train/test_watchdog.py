@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from monarch_slurm.train.watchdog import START_DEADLINE, Watchdog
+from monarch_slurm.wire.awake_clock import AwakeClock
 
 
 def dog(ranks: int = 1) -> Watchdog:
@@ -84,3 +85,18 @@ def test_a_finished_rank_is_watched_no_more() -> None:
     watchdog.take(step(), 2.0)
     watchdog.pulse_asked(0, 2.0)
     assert watchdog.due() is None
+
+
+def test_nobody_hangs_because_the_supervisor_was_stopped() -> None:
+    time = 0.0
+    clock = AwakeClock(lambda: time)
+    watchdog = dog()
+    watchdog.take(phase("compute"), clock.tick())
+    watchdog.pulse_asked(0, clock.tick())
+    for _ in range(5):  # stopped at any moment, for much longer than a deadline
+        time += 600.0
+        assert watchdog.hung(clock.tick()) is None
+    for _ in range(30):
+        time += 0.1
+        verdict = watchdog.hung(clock.tick())
+    assert verdict is not None
