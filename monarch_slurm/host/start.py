@@ -20,6 +20,7 @@ from monarch_slurm.host.identity import NoControllerError, new_host_id, pid_spac
 from monarch_slurm.host.output import Output, OutputHandler
 from monarch_slurm.host.proc import importable
 from monarch_slurm.wire import Invitation, pack, read_invitation, unpack
+from monarch_slurm.wire.awake_clock import AwakeClock
 from monarch_slurm.wire.keys import CONTROLLER_FILE
 
 _POLL_SECONDS = 0.1
@@ -42,14 +43,14 @@ def serve(folder: Path, *, name: str, address: str | None = None) -> int:
         KeyFileError: the file cannot be trusted.
     """
     lease = settings().mesh_orphan_timeout
-    deadline = None if lease is None else time.monotonic() + lease
+    clock = AwakeClock()
     path = folder / CONTROLLER_FILE
     while True:
         try:
             invitation = read_invitation(path)
             break
         except FileNotFoundError:
-            if deadline is not None and time.monotonic() > deadline:
+            if lease is not None and clock.tick(_POLL_SECONDS) > lease:
                 raise NoControllerError(
                     f"host {name}: no controller published {path} within {lease:g} s; "
                     "is the folder on a file system that all nodes share, and did the controller start?"
