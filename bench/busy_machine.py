@@ -1,9 +1,9 @@
 """What a job loses on a machine that is overloaded, while its processes are stopped at random: it must be nothing.
 
 Endless loops keep the machine at ``--load``. Agents, procs and the controller are stopped (SIGSTOP) one after the other
-at random moments, each for ``--stop-seconds``, while the controller calls all procs and sends one of them a large
-argument now and then. There are three hosts: the controller's own, one whose agent joins from a job folder on this
-machine, and one whose agent joins by TCP, as those of other machines do.
+at random moments, each for ``--stop-seconds``, while the controller calls all procs. One more proc of each host is sent
+large arguments, one at a time. There are three hosts: the controller's own, one whose agent joins from a job folder on
+this machine, and one whose agent joins by TCP, as those of other machines do.
 
     python bench/busy_machine.py [--seconds 3600] [--load 50] [--large-mb 800] [--json FILE]
 
@@ -38,9 +38,6 @@ from monarch_slurm.wire import read_invitation, write_invitation
 
 PROCS_PER_HOST = 2
 MB = 1_000_000
-LARGE_EVERY = 200
-"""Calls between two large arguments; the first call is followed by one."""
-
 START_SECONDS = 600.0
 """A machine at this load may take long to start processes."""
 
@@ -87,6 +84,7 @@ def stop_at_random(targets: list[tuple[str, int]], seconds: float, pause: float)
         pause: seconds between two stops, on average.
     """
     choose = random.Random(0)
+    print("ready", flush=True)
     while os.getppid() == targets[0][1]:  # the controller comes first, and is the parent
         time.sleep(choose.uniform(0.0, 2 * pause))
         kind, pid = choose.choice(targets)
@@ -106,6 +104,8 @@ class Stopper:
         self._pids = [pid for _, pid in targets]
         command = [sys.executable, __file__, "--stop", json.dumps([targets, seconds, pause])]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
 
     def end(self) -> list[str]:
         """Return the kinds of processes that were stopped, one for each stop."""
@@ -134,20 +134,26 @@ def start_agents(folder: Path) -> list[subprocess.Popen[bytes]]:
     return agents
 
 
-def call_until(end: float, meshes: list[Any], large: bytes, counts: Counts) -> None:
-    """Call all procs until the monotonic time ``end``, and at least once with a large argument."""
-    for number in itertools.count():
+def call_until(end: float, meshes: list[Any], counts: Counts) -> None:
+    """Call all of ``meshes`` until the monotonic time ``end``."""
+    while time.monotonic() < end and not counts.failures:
         began = time.monotonic()
         for future in [mesh.eat.call(b"1234") for mesh in meshes]:
             assert set(future.get().values()) == {4}
             counts.calls += 1
         counts.slowest_call_seconds = max(counts.slowest_call_seconds, time.monotonic() - began)
-        if number % LARGE_EVERY == 0:
-            began = time.monotonic()
-            mesh = meshes[number // LARGE_EVERY % len(meshes)]
-            assert mesh.slice(procs=0).eat.call_one(large).get() == len(large)
-            counts.large_calls += 1
-            counts.slowest_large_call_seconds = max(counts.slowest_large_call_seconds, time.monotonic() - began)
+
+
+def send_large_until(end: float, meshes: list[Any], large: bytes, counts: Counts) -> None:
+    """Send ``large`` to one after the other of ``meshes``, until the monotonic time ``end``; at least once."""
+    for mesh in itertools.cycle(meshes):
+        began = time.monotonic()
+        try:
+            assert mesh.eat.call_one(large).get() == len(large)
+        except actor.SupervisionError as error:
+            counts.failures.append(str(error).splitlines()[0])
+        counts.large_calls += 1
+        counts.slowest_large_call_seconds = max(counts.slowest_large_call_seconds, time.monotonic() - began)
         if time.monotonic() > end or counts.failures:
             return
 
@@ -166,17 +172,24 @@ def run(seconds: float, load: int, large_mb: int, stop_seconds: float, pause: fl
     agents = start_agents(folder)
     hosts = [this_host(), *(gather_hosts([name], timeout=START_SECONDS) for name in ("near", "far"))]
     meshes = [one.spawn_procs(per_host={"procs": PROCS_PER_HOST}).spawn("eaters", Eater) for one in hosts]
-    procs = [pid for mesh in meshes for pid in mesh.pid.call().get(START_SECONDS).values()]
+    eaters_of_large = [one.spawn_procs().spawn("large", Eater) for one in hosts]
+    procs = [pid for mesh in meshes + eaters_of_large for pid in mesh.pid.call().get(START_SECONDS).values()]
     agent_pids = [info.pid for info in client().hub.hosts.values()]
     targets = [("controller", os.getpid())] * len(agent_pids)
     targets += [("agent", pid) for pid in agent_pids] + [("proc", pid) for pid in procs]
-    burners = [subprocess.Popen([sys.executable, "-c", BURNER]) for _ in range(load)]
     stopper = Stopper(targets, stop_seconds, pause)
+    burners = [subprocess.Popen([sys.executable, "-c", BURNER]) for _ in range(load)]
+    end = time.monotonic() + seconds
+    sender = threading.Thread(
+        target=send_large_until, args=(end, eaters_of_large, bytes(large_mb * MB), counts), name="large"
+    )
     try:
-        call_until(time.monotonic() + seconds, meshes, bytes(large_mb * MB), counts)
+        sender.start()
+        call_until(end, meshes, counts)
     except actor.SupervisionError as error:
         counts.failures.append(str(error).splitlines()[0])
     finally:
+        sender.join()
         for kind in stopper.end():
             counts.stops[kind] += 1
         for burner in burners:
