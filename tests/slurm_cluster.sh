@@ -272,6 +272,8 @@ PreemptMode=REQUEUE
 # a job that is preempted gets the signal of its --signal at once, as near its time limit
 SlurmctldParameters=preempt_send_user_signal
 JobRequeue=1
+# srun looks for the command on the machine where it runs, and refuses one that is not there
+LaunchParameters=test_exec
 MaxArraySize=10001
 JobCompType=jobcomp/filetxt
 JobCompLoc=$DIR/log/jobcomp.log

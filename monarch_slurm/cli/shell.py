@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import re
 import sys
 import types
@@ -17,7 +18,7 @@ BANNER = "hosts: a HostMesh of {count} node{s} of job {job}: {nodes}. Try hosts.
 
 
 def _job_id(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    if value is not None and not re.fullmatch(r"[0-9]+(_[0-9]+)?", value):
+    if value is not None and not re.fullmatch(r"[1-9][0-9]*(_[0-9]+)?", value):
         raise click.BadParameter(f"{value!r}: a job's number in Slurm expected, such as 12, or 12_3 in an array")
     return value
 
@@ -35,9 +36,15 @@ def shell(job: str | None, plain: bool, **options: Any) -> None:
 
     Leaving it ends what it has started on the nodes; the allocation stays.
     """
-    from monarch_slurm.job import SlurmAllocation
+    from monarch_slurm.job import AllocationError, SlurmAllocation
     from monarch_slurm.job.nodelist import compress
 
+    if job is None and "SLURM_JOB_ID" not in os.environ:
+        raise AllocationError(
+            "this shell is not in a job of Slurm: start one with salloc and run this inside of it, such as\n"
+            "  salloc --nodes 2 --exclusive monarch-slurm shell\n"
+            "or name a job of yours that runs: --job ID"
+        )
     allocation = SlurmAllocation.from_env() if job is None else SlurmAllocation.from_job(job)
     sys.ps1 = ">>> "  # a person types here: failures that nobody handles are to end nothing
     hosts = allocation.hosts(**host_arguments(options), **options)

@@ -17,13 +17,14 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="job folder with the controller's invitation")
     parser.add_argument("--name", help="name of this host")
     parser.add_argument("--address", help="IP address that procs of this host bind and advertise")
+    parser.add_argument("--apart", action="store_true", help="the controller runs on another machine")
     options = parser.parse_args()
     if options.fd is None and (options.folder is None or options.name is None):
         parser.error("give --folder and --name, or --fd")
     try:
         if options.fd is not None:
             return serve_from_pipe(options.fd)
-        return serve(options.folder, name=options.name, address=options.address)
+        return serve(options.folder, name=options.name, address=options.address, apart=options.apart)
     except MonarchSlurmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

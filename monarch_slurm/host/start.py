@@ -15,6 +15,7 @@ from typing import Any
 from monarch_slurm.config import configure, settings
 from monarch_slurm.host.agent import ENDED, RELEASED, Agent
 from monarch_slurm.host.devices import settle_visibility
+from monarch_slurm.host.dial import check_not_own
 from monarch_slurm.host.guardian import guard
 from monarch_slurm.host.identity import NoControllerError, new_host_id, pid_space
 from monarch_slurm.host.output import Output, OutputHandler
@@ -26,19 +27,20 @@ from monarch_slurm.wire.keys import CONTROLLER_FILE
 _POLL_SECONDS = 0.1
 
 
-def serve(folder: Path, *, name: str, address: str | None = None) -> int:
+def serve(folder: Path, *, name: str, address: str | None = None, apart: bool = False) -> int:
     """Run the host agent ``name`` of the job in ``folder`` in this process, until it is told to end.
 
     Waits for ``folder/controller.json`` as long as the lease (setting ``mesh_orphan_timeout``, seconds).
 
     Args:
         address: IP address that procs of this host bind and advertise; None takes the one that reaches the controller.
+        apart: whether the controller is known to run on another machine.
 
     Returns:
         The exit code of the agent (see `monarch_slurm.host.agent`).
 
     Raises:
-        NoControllerError: the file did not come.
+        NoControllerError: the file did not come, or the address in it is one of this machine.
         SocketPathError: there is no folder for sockets.
         KeyFileError: the file cannot be trusted.
     """
@@ -56,6 +58,8 @@ def serve(folder: Path, *, name: str, address: str | None = None) -> int:
                     "is the folder on a file system that all nodes share, and did the controller start?"
                 ) from None
         time.sleep(_POLL_SECONDS)
+    if apart:
+        check_not_own(invitation, name)
 
     def run_agent() -> int:
         output = _set_up_output()

@@ -196,7 +196,9 @@ class SlurmAllocation:
             listed = [_nodes(env, suffix) for suffix in _suffixes(env)]
             node_id, node_name = int(env.get("SLURM_NODEID", "0")), env.get("SLURMD_NODENAME", "")
         except KeyError as missing:
-            raise AllocationError(f"not in a job of Slurm: {missing.args[0]} is not set here") from None
+            raise AllocationError(
+                f"not in a job of Slurm: {missing.args[0]} is not set here; run this inside of salloc, sbatch or srun"
+            ) from None
         except NodeListError:
             raise
         except ValueError as error:

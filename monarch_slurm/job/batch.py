@@ -27,7 +27,7 @@ from monarch_slurm.job.head_lock import HeadLock, SecondHeadError
 from monarch_slurm.job.notice import SAVED
 from monarch_slurm.job.processes import end_processes, find_processes
 from monarch_slurm.job.requested import cancel_all, cancel_waiting
-from monarch_slurm.job.requeue import kill_wait, requeue
+from monarch_slurm.job.requeue import kill_wait, requeue, why_asked_to_end
 from monarch_slurm.job.slurm_options import check_srun_options
 from monarch_slurm.job.steps import HOST_STEP, Steps, program_step, signal_program_step, step_command, step_environment
 from monarch_slurm.job.supervisor import (
@@ -212,7 +212,9 @@ class _Batch:
                 logger.warning("SIGTERM: waiting for the program to end")
                 stop_told = True
             if self._signals.limit_near and not limit_told:
-                logger.warning("the time limit or a preemption is near: asking the program to end")
+                reason = why_asked_to_end(self._allocation.command_id)
+                logger.warning("%s is near: asking the program to end", reason)
+                self._folder.write_notice(reason)
                 self._ask_to_end(controller)
                 limit_told = True
             self._steps.check(again=not self._signals.stop)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
+from types import TracebackType
 
 from monarch_slurm.host.identity import ADDRESS_VARIABLE
 from monarch_slurm.job.address import find_address, node_address
@@ -42,6 +44,38 @@ def connect(
         HostsTakenError: another program has been the job's controller.
         JobError: the job has ended, has other nodes than it asked for, or its hosts did not start.
     """
+    try:
+        return _connect(job_id, folder, sizes, request, plan, start_timeout)
+    except JobError as error:
+        if is_inside(folder):
+            _print_plainly(error)
+        raise
+
+
+def _print_plainly(error: JobError) -> None:
+    """Have ``error`` printed as one message, as the commands do, if the program ends by it; not under a traceback.
+
+    What follows a job shows the program's output, and a traceback of this package says nothing of what to change.
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+        if value is error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            before(kind, value, traceback)
+
+    sys.excepthook = hook
+
+
+def _connect(
+    job_id: JobId | None,
+    folder: JobFolder,
+    sizes: Mapping[str, int],
+    request: SlurmRequest,
+    plan: BatchPlan,
+    start_timeout: float | None,
+) -> JobState:
     from monarch_slurm.controller import publish
 
     if is_inside(folder):

@@ -58,9 +58,11 @@ class Container:
         return self.runtime == "pyxis"
 
     def wrap(self, command: Sequence[str], folder: Path) -> list[str]:
-        """Return the command line that runs ``command`` inside; unchanged if srun is to do that."""
+        """Return the command line that runs ``command`` inside; if srun starts the container, what srun is to run."""
         if self.in_srun:
-            return list(command)
+            # With LaunchParameters=test_exec srun looks for the command outside of the image, and replaces its name by
+            # the path that it finds there. A shell is in both, and finds the command inside.
+            return ["/bin/sh", "-c", 'exec "$0" "$@"', *command]
         assert self.runtime is not None
         binds = [f"--bind={mount}" for mount in (str(folder), *self.mounts)]
         return [self.runtime, "exec", *binds, *self.args, self.image, *command]

@@ -143,6 +143,22 @@ class JobFolder:
         """Remove what the job's program left here when the job was started before."""
         self.exit_code_file.unlink(missing_ok=True)
         self.controller_file.unlink(missing_ok=True)
+        self._notice_file.unlink(missing_ok=True)
+
+    @property
+    def _notice_file(self) -> Path:
+        return self.path / "notice"
+
+    def write_notice(self, reason: str) -> None:
+        """Tell the program why it is asked to end, such as ``"the time limit"``."""
+        write_whole(self._notice_file, reason.encode())
+
+    def notice(self) -> str:
+        """Return why the program is asked to end; an empty text if nothing is known."""
+        try:
+            return self._notice_file.read_text()
+        except FileNotFoundError:
+            return ""
 
     def write_exit_code(self, code: int) -> None:
         """Tell that the controller's program has ended; to be seen on every node, also after a crash."""

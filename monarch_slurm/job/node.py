@@ -24,6 +24,7 @@ from pathlib import Path
 
 from monarch_slurm.config import settings
 from monarch_slurm.host.agent import ENDED, LEASE_EXPIRED
+from monarch_slurm.host.dial import connection_trouble
 from monarch_slurm.host.identity import SUPERVISED_VARIABLE
 from monarch_slurm.job.address import find_address
 from monarch_slurm.job.allocation import SlurmAllocation
@@ -50,6 +51,9 @@ MODULE = "monarch_slurm.job.node"
 
 PROGRAM_SHARE = 2 / 3
 """Part of ``KillWait`` for which a program that Slurm asks to end keeps its agents and procs."""
+
+LOOK_SECONDS = 10.0
+"""Pause between two looks whether an agent that has just started has reached the controller."""
 
 DIAL_SECONDS = 2.0
 """Time for the controller's machine to take a connection."""
@@ -114,8 +118,12 @@ class _Task:
         self._session: bool = options.session
         self._joined: bool = options.joined
         self._allocation = SlurmAllocation.from_env()
-        self._address = find_address(options.address, "") if options.address is not None else None
+        # a job of one node may use any address of it, for nobody else dials it
+        toward = "127.0.0.1" if len(self._allocation.nodes) == 1 and not (self._outside or self._joined) else None
+        self._address = find_address(options.address, toward) if options.address is not None else None
         self._signals = Signals()
+        self._trouble: str | None = ""
+        self._apart: bool = options.index > 0 and not (self._outside or self._joined or self._session)
         self._slurmstepd = os.getppid()
         alone = self._outside or self._session  # no program of the job that would have to save something
         self._patience = 0.0 if alone else float(os.environ.get(KILL_WAIT_VARIABLE, "0")) * PROGRAM_SHARE
@@ -164,6 +172,7 @@ class _Task:
     def _start_agent(self, runtime_dir: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "monarch_slurm.host", "--folder", str(self._folder.path)]
         command += ["--name", self._allocation.node_name]
+        command += ["--apart"] if self._apart else []
         if self._address is not None:
             command += ["--address", self._address]
         env = {**os.environ, FOLDER_VARIABLE: str(self._folder.path), "MONARCH_SLURM_RUNTIME_DIR": str(runtime_dir)}
@@ -184,15 +193,29 @@ class _Task:
         return time.monotonic() >= self._stop_at or not self._folder.controller_file.exists()
 
     def _watch(self, agent: subprocess.Popen[bytes]) -> int:
+        next_look = time.monotonic() + LOOK_SECONDS
         while (code := agent.poll()) is None:
             self._signals.wait(CHECK_SECONDS)
             if self._is_over():
                 return 0
             self._check_step()
+            if self._trouble is not None and time.monotonic() >= next_look:
+                self._look_for_connection(agent)
+                next_look = time.monotonic() + LOOK_SECONDS
         logger.info("the agent ended: %s", describe_code(code))
         if code in (ENDED, LEASE_EXPIRED) and not (self._session or self._joined):
             return self._stand_by(code)
         return code if code >= 0 else 128 - code
+
+    def _look_for_connection(self, agent: subprocess.Popen[bytes]) -> None:
+        """Say in the log why the agent has not reached the controller yet; ask no more once it has."""
+        try:
+            trouble = connection_trouble(read_invitation(self._folder.controller_file), agent.pid)
+        except (FileNotFoundError, KeyFileError):
+            return  # there is no controller yet
+        if trouble is not None and trouble != self._trouble:
+            logger.warning("host %s %s; trying again", self._allocation.node_name, trouble)
+        self._trouble = trouble
 
     def _check_step(self) -> None:
         """Tell Slurm when the step around this task is gone, for srun does not notice; the head starts another one."""

@@ -12,9 +12,11 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 
 from monarch_slurm.errors import ConfigError
+from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.job.supervisor import BATCH_VARIABLE
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,15 @@ def save_on_notice(save: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def notice_reason() -> str:
+    """Return why this program has been asked to end: ``"the time limit"`` or ``"a preemption"`` of its job.
+
+    An empty text if that is not known: outside of a job, and when Slurm has sent the SIGTERM itself.
+    """
+    folder = os.environ.get(FOLDER_VARIABLE)
+    return JobFolder(Path(folder)).notice() if folder is not None else ""
+
+
 class _Notice:
     def __init__(self, save: Callable[[], None]) -> None:
         self._save = save
@@ -77,7 +88,8 @@ class _Notice:
             self._closed = True
 
     def _run(self) -> None:
-        logger.warning("this program was asked to end: saving")
+        reason = notice_reason()
+        logger.warning("this program was asked to end%s: saving", f" ({reason} is near)" if reason else "")
         try:
             self._save()
             code = SAVED

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from monarch_slurm.host.places import OnLost
+from monarch_slurm.job.address import check_address, check_many
 from monarch_slurm.job.checks import check_spares
 from monarch_slurm.job.container import Container
 from monarch_slurm.job.errors import JobSpecError
@@ -131,6 +132,13 @@ class SlurmRequest:
                 "days-hours:minutes:seconds"
             )
         check_spares(self.spares, self.on_lost)
+        if self.all_nodes > 1 or self.on_lost == "request":
+            check_address("address", self.address)
+            check_address("data address", self.data_address)
+        if self.all_nodes > 1:
+            check_many(
+                "address" if self.data_address == self.address else "data address", self.data_address, self.all_nodes
+            )
         if self.spares and self.components:
             raise JobSpecError(
                 "spares of a heterogeneous job: of which kind? Ask for them by mesh, as in NodeSpec(4, spares=1)"

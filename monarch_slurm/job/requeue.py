@@ -32,6 +32,21 @@ def kill_wait(run: Run = ask_quickly) -> float:
     return float(match.group(1)) if match else DEFAULT_KILL_WAIT
 
 
+def why_asked_to_end(job_id: JobId, run: Run = ask_quickly) -> str:
+    """Return why Slurm has sent its early notice to a job: ``"a preemption"`` or ``"the time limit"``.
+
+    If Slurm does not answer, both are named.
+    """
+    try:
+        told = run(["scontrol", "show", "job", str(job_id)]).stdout
+    except (NoSlurmError, SlurmUnreachableError):
+        told = ""
+    match = re.search(r"\bPreemptTime=(\S+)", told)
+    if match is not None and match.group(1) not in ("None", "Unknown", "N/A"):
+        return "a preemption"
+    return "the time limit" if "EndTime=" in told else "the time limit or a preemption"
+
+
 def requeue(job_id: JobId, signals: Signals, run: Run = ask_quickly) -> bool:
     """Have Slurm start the job around this process again, however long slurmctld takes to answer.
 

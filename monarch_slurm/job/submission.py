@@ -269,7 +269,8 @@ def _check_node_count(request: SlurmRequest, run: Run = run_command) -> None:
     names = [name.rstrip("*") for name in wanted.split(",")]
     if all(name in known for name in names) and request.all_nodes > max(known[name] for name in names):
         raise SubmitError(
-            f"{request.all_nodes} nodes asked for, more than partition {wanted.rstrip('*')} has; {_describe(sizes)}"
+            f"{_count(request.all_nodes, 'node')} asked for, more than partition {wanted.rstrip('*')} has; "
+            f"{_describe(sizes)}"
         )
 
 
@@ -284,7 +285,7 @@ def partition_sizes(run: Run = run_command) -> dict[str, int]:
 
 
 def _describe(sizes: Mapping[str, int]) -> str:
-    listed = ", ".join(f"{name} ({count} node{'s' if count != 1 else ''})" for name, count in sizes.items())
+    listed = ", ".join(f"{name} ({_count(count, 'node')})" for name, count in sizes.items())
     return f"partitions here: {listed or 'none that sinfo shows'}; * marks the default"
 
 
@@ -297,20 +298,36 @@ def _explain(said: str, request: SlurmRequest) -> SubmitError | SlurmUnreachable
     if "partition" in said.lower():
         hint = f". {_describe(partition_sizes())}".replace(". p", ". P", 1)
     elif "node configuration" in said or "node count" in said.lower():
-        hint = f". No node can do that: {request.all_nodes} nodes with {_wishes(request)} were asked for"
+        hint = f". No nodes of the cluster have what was asked for: {_wishes(request)}"
     return SubmitError(f"Slurm refused the job: {words}{hint}")
 
 
 def _wishes(request: SlurmRequest) -> str:
-    wishes = {
-        "GPUs": request.gpus_per_node,
-        "CPUs": request.cpus_per_task,
-        "memory": request.mem,
+    """Return in words what was asked for, of each kind of nodes."""
+    kinds = [request.of_kind(kind) for kind in range(len(request.kinds))]
+    return "; ".join(map(_wishes_of_kind, kinds))
+
+
+def _wishes_of_kind(request: SlurmRequest) -> str:
+    named = {
+        "partition": request.partition,
+        "gres": request.gres,
+        "constraint": request.constraint,
+        "nodelist": request.nodelist,
+        "exclude": request.exclude,
+        "reservation": request.reservation,
+        "qos": request.qos,
     }
-    listed = [f"{value} {name}" for name, value in wishes.items() if value is not None]
-    listed += [f"constraint {request.constraint}"] if request.constraint is not None else []
-    listed += request.slurm_args
-    return ", ".join(listed) or "no special wishes"
+    counts = {"GPU": request.gpus_per_node, "CPU": request.cpus_per_task}
+    each = [_count(count, noun) for noun, count in counts.items() if count is not None]
+    each += [f"{request.mem} memory"] if request.mem is not None else []
+    listed = [f"{_count(request.all_nodes, 'node')}" + (f" with {' and '.join(each)} each" if each else "")]
+    listed += [f"--{name}={value}" for name, value in named.items() if value is not None]
+    return ", ".join([*listed, *request.slurm_args])
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
 def default_python() -> str:

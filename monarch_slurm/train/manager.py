@@ -21,6 +21,7 @@ from monarch_slurm._version import __version__
 from monarch_slurm.actor import Channel, Future, HostMesh, MeshFailure, PortReceiver, this_host
 from monarch_slurm.controller import Journal
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
+from monarch_slurm.job.notice import notice_reason
 from monarch_slurm.train.config import TrainConfig
 from monarch_slurm.train.events import Event, event
 from monarch_slurm.train.injection import Injection
@@ -125,7 +126,8 @@ class Run:
             reason = str(error)
             raise
         except SystemExit:  # of `save_on_notice`
-            reason = "asked to end; " + (
+            cause = notice_reason()
+            reason = f"asked to end{f' ({cause})' if cause else ''}; " + (
                 "nothing was saved" if self._saved is None else f"saved at sync {self._saved.step}"
             )
             raise

@@ -67,7 +67,7 @@ Run = Callable[..., tuple[int, str]]
         (["cancel", "12"], 1, "no Slurm here"),
         (["cancel"], 2, "Missing argument 'JOB...'"),
         (["attach", "12"], 1, "no Slurm here"),
-        (["shell"], 1, "not in a job of Slurm"),
+        (["shell"], 1, "start one with salloc"),
         (["shell", "--job", "12"], 1, "no Slurm here"),
     ],
 )

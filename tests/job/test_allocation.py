@@ -17,7 +17,7 @@ from monarch_slurm.job import (
     SlurmAllocation,
     find_address,
 )
-from monarch_slurm.job.address import node_address
+from monarch_slurm.job.address import _source_address, node_address
 from monarch_slurm.job.allocation import gpus_of_nodes
 from monarch_slurm.job.nodelist import compress
 
@@ -153,6 +153,26 @@ def test_no_hostname_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_address_that_is_not_here_is_refused_with_what_is(option: str, match: str) -> None:
     with pytest.raises(AddressError, match=match):
         find_address(option, "127.0.0.1")
+
+
+@pytest.mark.parametrize("option", ["lo", "127.0.0.0/8", "127.0.0.1", "::1"])
+def test_an_address_that_other_machines_cannot_dial_is_refused(option: str) -> None:
+    with pytest.raises(AddressError, match=r"a loopback address, which other machines cannot dial; there are lo"):
+        find_address(option, None)
+
+
+def test_of_a_network_an_address_is_taken_that_others_can_dial(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {"lo": ["127.0.0.1"], "eth0": ["169.254.1.1", "10.1.2.3"]}
+    monkeypatch.setattr("monarch_slurm.job.address._addresses", lambda: held)
+    assert find_address("0.0.0.0/0", None) == "10.1.2.3"
+    assert find_address("eth0", None) == "10.1.2.3"
+    with pytest.raises(AddressError, match=r"'169.254.0.0/16' is 169.254.1.1 on .*, a link-local address"):
+        find_address("169.254.0.0/16", None)
+
+
+def test_an_address_that_no_packet_can_leave_from_is_refused() -> None:
+    with pytest.raises(AddressError, match=r"has no route from 127\.0\.0\.1 to 203\.0\.113\.9"):
+        _source_address("203.0.113.9", "127.0.0.1")
 
 
 @given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=6, unique=True), min_size=2, max_size=5))

@@ -27,7 +27,7 @@ def launch(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     ("arguments", "env", "code", "words"),
     [
         ([], JOB, 2, "error: no program: say sbatch SCRIPT train.py ARGUMENTS\n"),
-        (["--", "train.py"], {}, 1, "error: not in a job of Slurm: SLURM_JOB_ID is not set here\n"),
+        (["--", "train.py"], {}, 1, "error: not in a job of Slurm: SLURM_JOB_ID is not set here; run this inside of"),
         (["--container=image", "--", "train.py"], JOB, 2, "error: container 'image': say its runtime"),
         (["--log-dir=/proc/runs", "--", "train.py"], JOB, 1, "error: cannot make a folder for the job"),
         (["--spares=1", "--", "train.py"], JOB, 2, "error: 1 spares of 1 nodes leave none to use"),

@@ -3,8 +3,10 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 
+import pytest
+
 from monarch_slurm.job.errors import SlurmUnreachableError
-from monarch_slurm.job.requeue import DEFAULT_KILL_WAIT, kill_wait, requeue
+from monarch_slurm.job.requeue import DEFAULT_KILL_WAIT, kill_wait, requeue, why_asked_to_end
 
 
 class Told:
@@ -57,3 +59,24 @@ def test_kill_wait_is_that_of_the_cluster() -> None:
     )
     assert kill_wait(Slurm((1, ""))) == DEFAULT_KILL_WAIT
     assert kill_wait(Slurm(SlurmUnreachableError("no"))) == DEFAULT_KILL_WAIT
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ("JobId=7\n   EndTime=2026-11-30T23:59:59 Deadline=N/A\n   PreemptTime=None\n", "the time limit"),
+        ("JobId=7\n   EndTime=2026-11-30T23:59:59 Deadline=N/A\n", "the time limit"),
+        ("EndTime=2026-12-01T00:01:59\n PreemptEligibleTime=x PreemptTime=2026-11-30T23:59:59\n", "a preemption"),
+        ("", "the time limit or a preemption"),
+    ],
+)
+def test_a_notice_has_its_reason(told: str, reason: str) -> None:
+    run = lambda command: subprocess.CompletedProcess(command, 0, told, "")  # noqa: E731
+    assert why_asked_to_end("7_1", run) == reason
+
+
+def test_without_an_answer_both_reasons_are_named() -> None:
+    def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        raise SlurmUnreachableError("slurmctld does not answer")
+
+    assert why_asked_to_end(7, run) == "the time limit or a preemption"

@@ -114,13 +114,14 @@ def test_pyxis_starts_the_container_by_srun(fake_slurm: FakeSlurm) -> None:
     job = SlurmJob({"a": NodeSpec(1), "b": 1}, log_dir="/shared/runs", container=container)
     folder = "/shared/runs/JOB_FOLDER"
     assert (
-        f"'--container-image=nvcr.io#rocm/pytorch' --container-mounts={folder}:{folder},/data:/data python3 -u -m "
+        f"'--container-image=nvcr.io#rocm/pytorch' --container-mounts={folder}:{folder},/data:/data "
+        '/bin/sh -c \'exec "$0" "$@"\' python3 -u -m '
     ) in job.dry_run()
     assert (
         "# on the head node: srun --het-group=0 --nodes=1 --ntasks=1 --nodelist=NODE --overlap --mem=0 "
         "--cpu-bind=none --mpi=none --input=none --export=ALL --job-name=program --unbuffered "
         f"'--container-image=nvcr.io#rocm/pytorch' --container-mounts={folder}:{folder},/data:/data "
-        "python3 train.py\n"
+        '/bin/sh -c \'exec "$0" "$@"\' python3 train.py\n'
     ) in job.dry_run("train.py")
 
 
@@ -149,6 +150,43 @@ def test_a_container_that_cannot_be_started_is_refused(image: str, more: dict[st
 def test_wishes_that_make_no_sense_are_refused(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(JobSpecError, match=match):
         SlurmJob({"hosts": 1}, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"address": "lo"}, "address 'lo' is a loopback address"),
+        ({"address": "localhost"}, "a loopback address"),
+        ({"data_address": "127.0.0.0/8"}, "data address '127.0.0.0/8' is a loopback address"),
+        ({"address": "::1"}, "a loopback address"),
+        ({"address": "fe80::/10"}, "a link-local address"),
+        ({"address": "169.254.3.4"}, "a link-local address"),
+        ({"address": "0.0.0.0"}, "an unspecified address"),
+        ({"address": "224.0.0.1"}, "a multicast address"),
+        ({"address": "10.1.2.3"}, "the address of one machine, and the job has 2 nodes"),
+        ({"bind_to": "10.1.2.3"}, "the address of one machine"),
+        ({"data_address": "2001:db8::1/128"}, "data address '2001:db8::1/128' is the address of one machine"),
+    ],
+)
+def test_an_address_that_other_nodes_cannot_dial_is_refused(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(JobSpecError, match=match):
+        SlurmJob({"hosts": 2}, **arguments)
+    with pytest.raises(JobSpecError, match=match):
+        SlurmJob({"hosts": 1}, spares=1, **arguments)
+
+
+@pytest.mark.parametrize("address", ["lo", "127.0.0.1", "10.1.2.3"])
+def test_a_job_of_one_node_may_use_any_address(address: str) -> None:
+    SlurmJob({"hosts": 1}, address=address)
+    if address != "10.1.2.3":
+        with pytest.raises(JobSpecError, match="loopback"):
+            SlurmJob({"hosts": 1}, address=address, on_lost="request")
+
+
+@pytest.mark.parametrize("address", ["ib0", "fastest", "10.1.0.0/16", "2001:db8::/32"])
+def test_an_address_that_each_node_has_is_taken(address: str) -> None:
+    SlurmJob({"hosts": 2}, address=address)
+    SlurmJob({"hosts": 2}, address="10.1.2.3", data_address=address)  # of the head node
 
 
 def test_meshes_can_be_added_before_the_job_is_applied(fake_slurm: FakeSlurm) -> None:
@@ -267,6 +305,30 @@ def test_more_nodes_than_the_partition_has_are_refused_before_they_wait_for_ever
     with pytest.raises(SubmitError, match=r"5 nodes asked for, more than partition debug has"):
         SlurmJob({"hosts": 5}).apply()
     SlurmJob({"hosts": 8}, partition="debug,mi300").apply()
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (SlurmJob({"hosts": 1}, gres="nvme:1"), "1 node, --gres=nvme:1"),
+        (SlurmJob({"hosts": 1}), "1 node"),
+        (SlurmJob({"hosts": 3}, spares=1, gpus_per_node=9, mem="1T"), "4 nodes with 9 GPUs and 1T memory each"),
+        (
+            SlurmJob({"hosts": 2}, cpus_per_task=1, constraint="fast", slurm_args=["--switches=1"]),
+            "2 nodes with 1 CPU each, --constraint=fast, --switches=1",
+        ),
+        (
+            SlurmJob({"a": NodeSpec(2, partition="cpu"), "b": NodeSpec(1, gres="nvme:2", nodelist="n3")}, qos="high"),
+            "2 nodes, --partition=cpu, --qos=high; 1 node, --gres=nvme:2, --nodelist=n3, --qos=high",
+        ),
+    ],
+)
+def test_a_refusal_names_all_that_was_asked_for(fake_slurm: FakeSlurm, job: SlurmJob, words: str) -> None:
+    said = "sbatch: error: Batch job submission failed: Requested node configuration is not available"
+    fake_slurm(sinfo=SINFO, sbatch=f"echo '{said}' >&2; exit 1")
+    with pytest.raises(SubmitError) as error:
+        job.apply()
+    assert str(error.value).endswith(f"No nodes of the cluster have what was asked for: {words}")
 
 
 def test_without_slurm_the_error_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

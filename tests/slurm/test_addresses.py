@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -73,3 +75,35 @@ def test_a_node_without_the_chosen_network_is_named(cluster: Cluster, program: P
     out = io.StringIO()
     assert follow(job, out) == 1
     assert "has no address in '10.78.0.0/16'; there are lo (127.0.0.1" in out.getvalue()
+    assert "Traceback" not in out.getvalue()
+
+
+@pytest.fixture
+def shared_address(cluster: Cluster) -> Iterator[str]:
+    """An address that each node has, as bridges to containers have."""
+    for node in cluster.nodes:
+        cluster.call("exec", node, "ip", "addr", "add", "172.17.0.1/24", "dev", "lo")
+    yield "172.17.0.0/24"
+    for node in cluster.nodes:
+        cluster.call("exec", node, "ip", "addr", "del", "172.17.0.1/24", "dev", "lo")
+
+
+def test_an_address_that_all_nodes_have_is_told_by_the_one_that_cannot_dial(
+    cluster: Cluster, program: Program, shared_address: str
+) -> None:
+    command = [sys.executable, "-m", "monarch_slurm", "submit", "--nodes", "2", "-w", "n[1-2]", "--follow"]
+    done = subprocess.run(
+        [*command, "--address", shared_address, *program(TELLS)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stdout.startswith("error: the agents of 1 of 2 hosts could not start\n")
+    assert "n2 cannot dial the controller at 172.17.0.1 port" in done.stdout
+    assert "That is an address of n2 itself (lo)" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_an_interface_that_the_head_lacks_is_told_without_a_traceback(cluster: Cluster, program: Program) -> None:
+    command = [sys.executable, "-m", "monarch_slurm", "submit", "--nodes", "2", "--follow", "--address", "ib7"]
+    done = subprocess.run([*command, *program(TELLS)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.count("\n")) == (1, 1)
+    assert done.stdout.startswith("error: 'ib7' is no interface of n1")

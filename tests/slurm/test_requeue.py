@@ -45,7 +45,7 @@ def test_a_job_that_is_given_notice_saves_and_goes_on(cluster: Cluster, program:
     cluster.run("scancel", "--batch", "--signal=USR2", str(job.job_id))  # as --signal does near the time limit
     finish(cluster, job)
     said = read(job.folder / "batch.log")
-    assert "is near: asking the program to end" in said
+    assert "WARNING monarch_slurm.job.batch: the time limit is near: asking the program to end" in said
     assert "Slurm starts the job again" in said
 
 
@@ -62,7 +62,7 @@ def test_a_job_that_is_preempted_with_notice_saves_and_is_requeued_once(cluster:
     cluster.run("srun", "--partition=urgent", "--nodes=4", "--exclusive", "hostname")
     finish(cluster, job)
     said = read(job.folder / "batch.log")
-    assert "a preemption is near: asking the program to end" in said
+    assert "WARNING monarch_slurm.job.batch: a preemption is near: asking the program to end" in said
     assert "Slurm starts the job again" in said  # as we have asked it to, before it would have done so by itself
     assert " Restarts=1 " in cluster.run("scontrol", "show", "job", "-o", str(job.job_id))
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from slurm_nodes import Cluster, wait_until
+from slurm_programs import WHO
 
 from monarch_slurm.job import (
+    Container,
     JobEndedError,
     JobError,
     JobFolderError,
@@ -130,8 +133,10 @@ def test_more_nodes_than_there_are(cluster: Cluster) -> None:
 
 
 def test_more_gpus_than_a_node_has(cluster: Cluster) -> None:
-    with pytest.raises(SubmitError, match=r"Requested node configuration is not available.*9 GPUs"):
+    with pytest.raises(SubmitError, match=r"Requested node configuration is not available.*: 1 node with 9 GPUs each"):
         SlurmJob({"hosts": 1}, gpus_per_node=9).apply("true")
+    with pytest.raises(SubmitError, match=r"Requested node configuration is not available.*: 1 node, --gres=gpu:9"):
+        SlurmJob({"hosts": 1}, gres="gpu:9").apply("true")
 
 
 def test_an_option_that_sbatch_does_not_know(cluster: Cluster) -> None:
@@ -198,3 +203,43 @@ def test_each_option_of_this_sbatch_is_refused_or_a_keyword_or_known_to_do_no_ha
     known = REFUSED_BY_SBATCH.keys() | KEYWORDS.keys() | REACH_SBATCH
     assert there - known == set()
     assert REACH_SBATCH & (REFUSED_BY_SBATCH.keys() | KEYWORDS.keys()) == set()
+
+
+PYXIS = """#!/bin/bash
+# Stands for srun with Pyxis: what is on PATH inside of the image is not there outside, where srun looks for commands.
+inside=$(dirname "$0")/inside
+arguments=()
+for argument; do
+    case $argument in
+    --container-*) echo "$argument" >>"$(dirname "$0")/asked" ;;
+    /bin/sh) arguments+=(env "PATH=$inside:$PATH" "$argument") ;;
+    *) arguments+=("$argument") ;;
+    esac
+done
+exec REAL "${arguments[@]}"
+"""
+
+
+def test_pyxis_where_srun_looks_for_the_command_outside(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "test_exec" in cluster.run("scontrol", "show", "config")
+    refused = subprocess.run(["srun", "python-inside", "-V"], capture_output=True, text=True, check=False)
+    assert "Can not execute python-inside" in refused.stderr
+    commands = tmp_path / "commands"
+    (commands / "inside").mkdir(parents=True)
+    (commands / "srun").write_text(PYXIS.replace("REAL", str(shutil.which("srun"))))
+    (commands / "inside" / "python-inside").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    for path in (commands / "srun", commands / "inside" / "python-inside"):
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    program = tmp_path / "program.py"
+    program.write_text(
+        WHO + "from monarch_slurm.job import job_load\nhosts = job_load().state().hosts\n"
+        "print(sys.argv[1], *sorted(hosts.spawn_procs().spawn('who', Who).host.call().get().values()), flush=True)\n"
+    )
+    job = SlurmJob({"hosts": 2}, nodelist="n[2-3]", container=Container("image.sqsh", python="python-inside"))
+    code, out = run(job, [str(program), "two words"])
+    assert (code, out.splitlines()[-1]) == (0, "two words ('n2', 'n2', '0') ('n3', 'n3', '1')")
+    asked = (commands / "asked").read_text()
+    assert asked.count("--container-image=image.sqsh\n") == 3  # for the program, and for two agents

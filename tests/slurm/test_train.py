@@ -107,7 +107,7 @@ def test_a_run_saves_when_it_is_given_notice_and_goes_on(cluster: Cluster, tmp_p
     wait_until(lambda: len(json.loads((folder / "report.json").read_text())["starts"]) == 2, "the second report")
     report = json.loads((folder / "report.json").read_text())
     first, second = report["starts"]
-    assert first["reason"] == f"asked to end; saved at sync {first['saved_step']}"
+    assert first["reason"] == f"asked to end (the time limit); saved at sync {first['saved_step']}"
     assert second["step"] == first["saved_step"] > 0
     assert first["job"] == second["job"] == job
     assert (report["run"], report["summary"]["job_restarts"]) == (folder.name, 1)
