@@ -51,6 +51,7 @@ def collect(root: Path = _ROOT) -> Facts:
         "tmp": _space(Path(os.environ.get("TMPDIR") or root / "tmp")),
         "numa_balancing": _text(root / "proc/sys/kernel/numa_balancing"),
         "gpu_platform": gpu_platform(),
+        "gpu_platform_set": bool(os.environ.get("MONARCH_SLURM_GPU_PLATFORM")),
         "gpu_driver": _gpu_driver(root),
         "rocm": _text(root / "opt/rocm/.info/version"),
         "torch_gpu": _torch_gpu(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from monarch_slurm.health.facts import Facts
+from monarch_slurm.native_build import EXTENSIONS
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,15 @@ def features(facts: Facts, no_controller: str = "") -> list[Feature]:
             return None
         return f"the native module {name} is not built, and there is no C++ compiler: monarch-slurm build-native"
 
+    built, wanted = facts["native"], [name for name in EXTENSIONS if packages["torch"] or name != "_c10d"]
+    unbuilt = [name for name in wanted if name not in built]
+    modules = f"for {facts['gpu_platform']}" + (" (set by hand)" if facts["gpu_platform_set"] else "")
+    modules += f": {', '.join(built)} built" if built else ": none built"
+    if unbuilt and compiler:
+        modules += f"; {', '.join(unbuilt)} when first used, or now by monarch-slurm build-native"
+    elif unbuilt:
+        modules += f"; {', '.join(unbuilt)} not, and there is no C++ compiler: monarch-slurm build-native elsewhere"
+
     if not packages["torch"]:
         gpu_why = "torch is not installed"
     elif not gpus:
@@ -57,6 +67,7 @@ def features(facts: Facts, no_controller: str = "") -> list[Feature]:
             f"not installed: {', '.join(train)}" if train else "on CPUs" if gpu_why else "on GPUs",
         ),
         Feature("training on GPUs", not gpu_why, gpu_why or f"{facts['torch_gpu']}, {len(gpus)} devices"),
+        Feature("native modules", not unbuilt or bool(compiler), modules),
         Feature("GPU collectives", not no_collectives, no_collectives or library),
         Feature(
             "collectives on CPUs", bool(packages["torch"]), "gloo" if packages["torch"] else "torch is not installed"

@@ -67,11 +67,12 @@ def _gpus(facts: Facts) -> Iterator[Found]:
     text = ", ".join(f"{count} x {name}" for name, count in names.items())
     modes = sorted({gpu["partition"] for gpu in gpus if gpu["partition"]})
     if not gpus:
-        yield (
-            ABSENT,
-            "none",
-            "" if facts["gpu_platform"] == "none" else "torch is made for GPUs, but the kernel has none",
-        )
+        advice = ""
+        if facts["torch_gpu"]:
+            advice = f"torch is made for {facts['torch_gpu']}, but the kernel has no such GPU"
+        elif facts["gpu_platform_set"] and facts["gpu_platform"] != "none":
+            advice = f"MONARCH_SLURM_GPU_PLATFORM={facts['gpu_platform']} is set, but the kernel has no such GPU"
+        yield ABSENT, "none", advice
     elif len(modes) > 1:
         yield (
             WARN,

@@ -11,6 +11,8 @@ import torch
 
 from monarch_slurm.collectives.torchft import ProcessGroupMonarch
 from monarch_slurm.errors import ConfigError
+from monarch_slurm.native_build import load_native
+from monarch_slurm.train.native_modules import MODULES
 
 
 class CclReplicaGroup(ProcessGroupMonarch):
@@ -32,7 +34,9 @@ class CclReplicaGroup(ProcessGroupMonarch):
 
     def __init__(self, timeout: float, connect_timeout: float) -> None:
         if not torch.cuda.is_available():
-            raise ConfigError("--replica-backend ccl: RCCL and NCCL move memory of GPUs, and there is none here")
+            raise ConfigError("--replica-backend ccl: RCCL and NCCL move memory of GPUs, and there is no GPU here")
+        for name in MODULES:  # now, and not in the first quorum, where all peers would wait for the compiler
+            load_native(name)
         super().__init__(timedelta(seconds=timeout), join_timeout=timedelta(seconds=connect_timeout))
         self._running: deque[tuple[float, Any]] = deque()
         self.quorum_id = -1

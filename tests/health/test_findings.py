@@ -29,7 +29,8 @@ def healthy(host: str = "n1") -> Facts:
         "memlock_bytes": None, "open_files": 65536, "numa_balancing": "0", "leftovers": [], "native": [],
         "shm": {"total_bytes": 64 * GIB, "free_bytes": 60 * GIB},
         "tmp": {"total_bytes": 64 * GIB, "free_bytes": 60 * GIB},
-        "gpu_platform": "rocm", "gpu_driver": "amdgpu 6.12", "rocm": "7.0.2", "torch_gpu": "rocm 7.0",
+        "gpu_platform": "rocm", "gpu_platform_set": False,
+        "gpu_driver": "amdgpu 6.12", "rocm": "7.0.2", "torch_gpu": "rocm 7.0",
         "gpus": [dict(gpu) for _ in range(8)], "rdma": [dict(link) for _ in range(8)],
         "networks": {"ens1": {"mtu": 9000, "speed_mbit_s": 400_000, "physical": True}},
         "gpu_probe": {"seen": 8, "answered": [str(index) for index in range(8)], "error": ""},
@@ -129,10 +130,39 @@ def test_without_a_compiler_built_modules_still_work() -> None:
     facts = healthy()
     facts["programs"].update({"c++": False, "g++": False})
     assert {part.name for part in features(facts) if not part.works} == {
-        "GPU collectives", "GPU memory for other processes", "RDMA by ibverbs", "GPU-direct RDMA",
+        "native modules", "GPU collectives", "GPU memory for other processes", "RDMA by ibverbs", "GPU-direct RDMA",
     }  # fmt: skip
-    facts["native"] = ["_native", "_rdma"]
+    facts["native"] = ["_c10d", "_native", "_rdma"]
     assert all(part.works for part in features(facts))
+
+
+def test_modules_are_shown_on_a_node_without_gpus_too() -> None:
+    facts = healthy()
+    facts.update(gpus=[], native=["_native"])
+    (part,) = [part for part in features(facts) if part.name == "native modules"]
+    assert part.works
+    assert part.why == ("for rocm: _native built; _rdma, _c10d when first used, or now by monarch-slurm build-native")
+    facts.update(gpu_platform_set=True, native=["_c10d", "_native", "_rdma"])
+    (part,) = [part for part in features(facts) if part.name == "native modules"]
+    assert part.why == "for rocm (set by hand): _c10d, _native, _rdma built"
+
+
+@pytest.mark.parametrize(
+    ("torch_gpu", "platform", "by_hand", "said"),
+    [
+        ("rocm 7.0", "rocm", False, "torch is made for rocm 7.0, but the kernel has no such GPU"),
+        (None, "cuda", True, "MONARCH_SLURM_GPU_PLATFORM=cuda is set, but the kernel has no such GPU"),
+        (None, "none", True, ""),
+        (None, "none", False, ""),
+    ],
+)
+def test_a_node_without_gpus_says_only_what_is_so(
+    torch_gpu: str | None, platform: str, by_hand: bool, said: str
+) -> None:
+    facts = healthy()
+    facts.update(gpus=[], torch_gpu=torch_gpu, gpu_platform=platform, gpu_platform_set=by_hand)
+    (found,) = [finding for finding in judge_host(facts) if finding.check == "GPUs"]
+    assert (found.level, found.value, found.advice) == ("absent", "none", said)
 
 
 # ---- several hosts
