@@ -78,8 +78,8 @@ _JOB_OPTIONS = (
         "--requeue/--no-requeue",
         default=False,
         show_default=True,
-        help="Whether Slurm starts the job again when its head node is lost, and when its program has saved near the "
-        "time limit or a preemption.",
+        help="Whether Slurm starts the job again when its head node is lost, when its program is killed, and when that "
+        "has saved near the time limit or a preemption.",
     ),
     click.option(
         "--notice", type=click.IntRange(1), help="Seconds before the time limit at which the program is asked to end."

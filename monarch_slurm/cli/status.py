@@ -60,8 +60,10 @@ def look_at(job: FoundJob, slurm: dict[str, Any] | None = None, run: Run | None 
         run: how to ask it; None takes `SLURM_SECONDS` at most.
 
     Returns:
-        A map with ``job_id``, ``folder``, ``exit_code`` of the program, ``slurm`` (None if Slurm has forgotten the
-        job), ``census``, ``training`` (None if there is no answer, or nothing of the kind) and ``silence`` (why).
+        A map with ``job_id``, ``folder``, ``exit_code`` of the program, ``signal`` (name of the one that has ended it,
+        None if none has), ``resume`` (how to continue a training that has not finished; empty if that makes no sense),
+        ``slurm`` (None if Slurm has forgotten the job), ``census``, ``training`` (None if there is no answer, or
+        nothing of the kind) and ``silence`` (why).
     """
     from monarch_slurm.job import JobNotFoundError, SlurmUnreachableError
     from monarch_slurm.job.status import answers_within
@@ -69,9 +71,12 @@ def look_at(job: FoundJob, slurm: dict[str, Any] | None = None, run: Run | None 
     from monarch_slurm.wire.admin import QUESTIONS
 
     told: dict[str, Any] = {"job_id": job.job_id, "folder": str(job.folder.path), "exit_code": job.folder.exit_code()}
+    told |= {"signal": _signal(told["exit_code"]), "resume": _how_to_continue(job) if told["exit_code"] else ""}
     told |= {"slurm": slurm, "census": None, "training": None, "silence": ""}
     try:
         told["slurm"] = slurm = slurm or ask_slurm(job.job_id, run or answers_within(SLURM_SECONDS))
+        if slurm["phase"] == "ended" and told["exit_code"] is None:
+            told["resume"] = _how_to_continue(job)
         if slurm["phase"] != "running":
             return told
     except (JobNotFoundError, SlurmUnreachableError) as error:
@@ -86,6 +91,19 @@ def look_at(job: FoundJob, slurm: dict[str, Any] | None = None, run: Run | None 
     except (NoAnswerError, KeyFileError) as error:
         told["silence"] = "; ".join(filter(None, (told["silence"], str(error))))
     return told
+
+
+def _signal(code: int | None) -> str | None:
+    from monarch_slurm.host.exits import signal_name
+
+    return signal_name(code - 128) if code is not None and code > 128 else None
+
+
+def _how_to_continue(job: FoundJob) -> str:
+    from monarch_slurm.train.saved import RUN_LINK, how_to_continue
+
+    run = job.folder.path / RUN_LINK
+    return how_to_continue(run.resolve()) if run.is_dir() else ""
 
 
 def ask_slurm(job_id: str, run: Run) -> dict[str, Any]:

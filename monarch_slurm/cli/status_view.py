@@ -22,7 +22,10 @@ def describe(told: dict[str, Any]) -> RenderableType:
         head.append(f" on {slurm['nodes']}")
     parts: list[RenderableType] = [head, Text(f"folder {told['folder']}", style="dim")]
     if told["exit_code"] is not None:
-        parts.append(Text(f"its program has ended with exit code {told['exit_code']}"))
+        signal = f": killed by {told['signal']}" if told["signal"] else ""
+        parts.append(Text(f"its program has ended with exit code {told['exit_code']}{signal}"))
+    if told["resume"]:
+        parts.append(Text(told["resume"]))
     if told["silence"]:
         parts.append(Text(told["silence"], style="yellow"))
     if census is not None:

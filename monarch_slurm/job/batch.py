@@ -16,6 +16,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,15 @@ from monarch_slurm.job.head_lock import HeadLock, SecondHeadError
 from monarch_slurm.job.notice import SAVED
 from monarch_slurm.job.processes import end_processes, find_processes
 from monarch_slurm.job.requested import cancel_all, cancel_waiting
-from monarch_slurm.job.requeue import kill_wait, requeue, why_asked_to_end
+from monarch_slurm.job.requeue import (
+    CRASHES,
+    MOST_QUICK_KILLS,
+    QUICK_SECONDS,
+    kill_wait,
+    may_start_again,
+    requeue,
+    why_asked_to_end,
+)
 from monarch_slurm.job.slurm_options import check_srun_options
 from monarch_slurm.job.steps import HOST_STEP, Steps, program_step, signal_program_step, step_command, step_environment
 from monarch_slurm.job.supervisor import (
@@ -58,8 +67,8 @@ class BatchPlan:
         program: command line of the controller; None if it runs outside of the allocation.
         python: shell words that start Python on the nodes.
         address: option for `find_address` on each node; None takes the address that reaches the controller.
-        requeue: whether the job starts again when its head is lost, or its program was asked to end and has saved,
-            rather than ending.
+        requeue: whether the job starts again, rather than ending, when its head is lost, its program was asked to end
+            and has saved, or its program was killed.
         srun_args: further options of the srun that starts a host.
         preflight: shell commands that must succeed on a node before its agent starts.
         container: in which program and agents run; None for none.
@@ -141,6 +150,8 @@ class _Batch:
         self._allocation = allocation = SlurmAllocation.from_env()
         self._signals = Signals()
         self._again = False
+        self._why_again = "the program has saved"
+        self._code: int | None = None
         self._program: subprocess.Popen[bytes] | None = None
         self._lock = HeadLock(folder.path, allocation.node_name, allocation.restarts)
         self._lock.take(self._signals.wait)
@@ -175,9 +186,10 @@ class _Batch:
     def _tidy_up(self) -> None:
         cancel_waiting(self._folder)
         if self._again:
-            requeue(
-                self._allocation.command_id, self._signals
-            )  # the SIGTERM of Slurm then ends the tasks of the hosts, too
+            # The SIGTERM of Slurm then ends the tasks of the hosts, too.
+            again = requeue(self._allocation.command_id, self._signals, why=self._why_again)
+            if not again and not self._signals.stop and self._code is not None:
+                self._folder.write_exit_code(self._code)  # nobody is to wait for another start
         self._steps.end(STEP_GRACE, self._signals.wait)
         inside = f"{BATCH_VARIABLE}=1".encode()
         end_processes(lambda: find_processes(self._folder.path, lambda env: inside in env), AGENT_GRACE)
@@ -207,6 +219,7 @@ class _Batch:
 
     def _watch_program(self, controller: subprocess.Popen[bytes]) -> int:
         stop_told = limit_told = False
+        began = time.monotonic()
         while (code := controller.poll()) is None:
             if self._signals.stop and not stop_told:
                 logger.warning("SIGTERM: waiting for the program to end")
@@ -227,11 +240,27 @@ class _Batch:
             # No exit code: whoever follows the job waits for its next start. After a SIGTERM it is Slurm that ends the
             # job, and that starts it again, unless somebody has cancelled it.
             self._again = not self._signals.stop
+        elif not asked and self._plan.requeue and self._has_crashed(controller.returncode):
+            said = describe_code(128 - code)
+            if may_start_again(self._folder, time.monotonic() - began):
+                self._again, self._why_again = True, f"the program was {said}"
+            else:
+                logger.error(
+                    "the program was %s, %d times in a row within %g s of its start: the job is not started again",
+                    said, MOST_QUICK_KILLS, QUICK_SECONDS,
+                )  # fmt: skip
+                self._folder.write_exit_code(code)
         else:
             self._folder.write_exit_code(code)
+        self._code = code
         self._folder.controller_file.unlink(missing_ok=True)  # agents that have missed its last word end by this
         self._folder.admin_file.unlink(missing_ok=True)
         return code
+
+    def _has_crashed(self, returncode: int) -> bool:
+        """Return whether a signal has ended the program that nobody sends to ask for its end."""
+        in_srun = self._plan.container is not None and self._plan.container.in_srun
+        return (returncode - 128 if in_srun else -returncode) in CRASHES  # srun returns what a shell would
 
     def _ask_to_end(self, controller: subprocess.Popen[bytes]) -> None:
         if self._plan.container is None or not self._plan.container.in_srun:

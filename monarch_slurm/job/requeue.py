@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
+import signal
 import time
 
 from monarch_slurm.job.errors import NoSlurmError, SlurmUnreachableError
+from monarch_slurm.job.folder import JobFolder, write_whole
 from monarch_slurm.job.head import ask_quickly
 from monarch_slurm.job.status import JobId, Run
 from monarch_slurm.job.supervisor import CHECK_SECONDS, Signals
@@ -21,6 +23,36 @@ ASK_SECONDS = 10.0
 
 END_SECONDS = 60.0
 """Seconds that Slurm may take to end this job, once it has agreed to start it again."""
+
+
+CRASHES = frozenset(
+    {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS}
+)
+"""Signals that end a program which nobody has asked to end."""
+
+QUICK_SECONDS = 300.0
+"""A program that is killed earlier than this after its start may be killed at every start."""
+
+MOST_QUICK_KILLS = 3
+"""So many of those in a row, and the job is not started again."""
+
+_QUICK_KILLS = "quick_kills"
+
+
+def may_start_again(folder: JobFolder, ran: float) -> bool:
+    """Count a kill of the job's program; return whether another start is worth trying.
+
+    Args:
+        ran: seconds from the program's start to its end.
+    """
+    path = folder.path / _QUICK_KILLS
+    try:
+        before = int(path.read_text())
+    except (OSError, ValueError):
+        before = 0
+    count = before + 1 if ran < QUICK_SECONDS else 0
+    write_whole(path, f"{count}\n".encode())
+    return count < MOST_QUICK_KILLS
 
 
 def kill_wait(run: Run = ask_quickly) -> float:
@@ -47,8 +79,11 @@ def why_asked_to_end(job_id: JobId, run: Run = ask_quickly) -> str:
     return "the time limit" if "EndTime=" in told else "the time limit or a preemption"
 
 
-def requeue(job_id: JobId, signals: Signals, run: Run = ask_quickly) -> bool:
+def requeue(job_id: JobId, signals: Signals, run: Run = ask_quickly, why: str = "the program has saved") -> bool:
     """Have Slurm start the job around this process again, however long slurmctld takes to answer.
+
+    Args:
+        why: for the log.
 
     Returns:
         Whether it will; it then ends this process, which gets ``signals``. Else the reason is in the log.
@@ -65,7 +100,7 @@ def requeue(job_id: JobId, signals: Signals, run: Run = ask_quickly) -> bool:
             said = done.stderr.strip()
             answered = "Unable to contact" not in said and "Connection" not in said
             if done.returncode <= 0:
-                logger.warning("the program has saved; Slurm starts the job again")
+                logger.warning("%s; Slurm starts the job again", why)
                 if done.returncode < 0:
                     return True  # Slurm's SIGTERM reached scontrol before its answer did
                 deadline = time.monotonic() + END_SECONDS

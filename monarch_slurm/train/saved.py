@@ -19,6 +19,10 @@ from typing import Any
 from monarch_slurm.errors import MonarchSlurmError
 
 SAVED_FILE = "state.json"
+
+RUN_LINK = "run"
+"""Name, in a job's folder, of a link to the folder of the run that the job trains."""
+
 _FOLDER = "state"
 _STEP = re.compile(r"step-([0-9]+)")
 
@@ -230,6 +234,17 @@ def find_saved(folder: Path) -> SavedState | None:
         f"no saved state of the run in {folder} is whole: {missing[0]} is cut short or not there; "
         f"remove {folder / SAVED_FILE} to begin the run anew"
     )
+
+
+def how_to_continue(folder: Path) -> str:
+    """Return a line that says whether and how the run in ``folder``, which has ended early, can continue."""
+    try:
+        saved = find_saved(folder)
+    except SavedStateError as error:
+        return str(error)
+    if saved is None:
+        return f"the run in {folder} has saved no state (--save-every N saves on the way): it can only begin anew"
+    return f"saved at sync {saved.step}; to continue: the same command with --resume {folder}"
 
 
 def _named(folder: Path) -> list[SavedState]:

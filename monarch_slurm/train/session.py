@@ -38,15 +38,12 @@ from monarch_slurm.train.resuming import (
     named_change,
 )
 from monarch_slurm.train.run_lock import alone_in
-from monarch_slurm.train.saved import find_saved
+from monarch_slurm.train.saved import RUN_LINK, find_saved, how_to_continue
 from monarch_slurm.train.supervisor import RestartPolicy
 from monarch_slurm.train.titan import described
 from monarch_slurm.wire.runtime_dir import check_runtime_dir
 
 REFERENCE_FOLDER = "reference"
-
-RUN_LINK = "run"
-"""Name, in a job's folder, of a link to the folder of the run that the job trains."""
 
 HOST_RESTART_WINDOW = 1800.0
 """Seconds within which ``max_host_restarts`` counts."""
@@ -255,20 +252,10 @@ def train_on_slurm(
 
 
 def _tell_how_to_resume(job_folder: Path) -> None:
-    """Tell the user, whose job has ended early, whether its run can be resumed."""
+    """Tell the user, whose job has ended early, whether its run can continue."""
     run = job_folder / RUN_LINK
-    if not run.is_dir():
-        return
-    try:
-        saved = find_saved(run.resolve())
-    except MonarchSlurmError as error:
-        print(f"run {run.resolve()} cannot be resumed: {error}", file=sys.stderr, flush=True)
-        return
-    if saved is None:
-        text = f"run {run.resolve()} has saved no state to resume from; --save-every N saves while it trains"
-    else:
-        text = f"its state is saved as of sync {saved.step}; to resume it, add --resume {run.resolve()}"
-    print(text, file=sys.stderr, flush=True)
+    if run.is_dir():
+        print(how_to_continue(run.resolve()), file=sys.stderr, flush=True)
 
 
 def _with_mounts(container: Container, plan: Plan) -> Container:
@@ -326,8 +313,8 @@ def _train(
         finally:
             _runs.remove(run)
     report = write(folder, run.events, reference)
-    if isinstance(failed, SystemExit) and (saved := find_saved(folder)) is not None:
-        print(f"saved at sync {saved.step}; the same command with --resume {folder} goes on", flush=True)
+    if failed is not None and find_saved(folder) is not None:
+        print(how_to_continue(folder), flush=True)
     if failed is not None:
         raise failed
     return report

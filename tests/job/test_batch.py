@@ -16,7 +16,7 @@ FakeSlurm = Callable[..., Path]
 BATCH = """
 import sys
 from monarch_slurm.job.batch import BatchPlan, run_batch
-run_batch(sys.argv[1], BatchPlan(tuple(sys.argv[2:]) or None, sys.executable))
+run_batch(sys.argv[1], BatchPlan(tuple(sys.argv[3:]) or None, sys.executable, requeue=sys.argv[2] == "again"))
 """
 
 SRUN = """
@@ -34,9 +34,10 @@ while ! [ -e "$MONARCH_SLURM_JOB_FOLDER/exit_code" ]; do sleep 0.05; done
 class Batch(Pretended):
     """Runs the batch script's part of a pretended job; srun runs the task of the first node here."""
 
-    def start(self, *program: str) -> subprocess.Popen[bytes]:
+    def start(self, *program: str, requeue: bool = False) -> subprocess.Popen[bytes]:
         with open(self.log, "wb") as log:
-            command = [sys.executable, "-c", BATCH, str(self.folder.path), *program]
+            again = "again" if requeue else "once"
+            command = [sys.executable, "-c", BATCH, str(self.folder.path), again, *program]
             return subprocess.Popen(command, env=self.env, stdout=log, stderr=log)
 
     def program_said(self, text: str) -> bool:
@@ -67,6 +68,30 @@ def test_the_programs_exit_code_is_the_jobs_and_is_written_down(script: str, cod
     assert batch.folder.exit_code() == code
     assert batch.folder.controller_log.read_text() == f"1 {batch.folder.path}\n"
     batch.assert_gone()
+
+
+@pytest.mark.parametrize(("script", "again"), [("kill -9 $$", True), ("kill -SEGV $$", True), ("exit 1", False)])
+def test_a_job_that_may_start_again_does_so_when_its_program_is_killed(
+    script: str, again: bool, batch: Batch, fake_slurm: FakeSlurm, short: Path
+) -> None:
+    asked = short / "asked"
+    fake_slurm(srun=SRUN, squeue="echo 'n[1-2]'", scontrol=f'[ "$1" = requeue ] && echo "$@" >> {asked} && kill $PPID')
+    job = batch.start("bash", "-c", script, requeue=True)
+    job.wait(DEADLINE)
+    assert asked.exists() == again, batch.log.read_text()
+    assert (batch.folder.exit_code() is None) == again  # whoever follows the job waits for its next start
+    if again:
+        name = "SIGKILL" if "-9" in script else "SIGSEGV"
+        assert batch.said(f"the program was killed by {name}; Slurm starts the job again")
+    batch.assert_gone()
+
+
+def test_a_job_that_slurm_does_not_start_again_has_the_programs_exit_code(batch: Batch, fake_slurm: FakeSlurm) -> None:
+    fake_slurm(srun=SRUN, squeue="echo 'n[1-2]'", scontrol='[ "$1" != requeue ] || { echo disabled >&2; exit 1; }')
+    job = batch.start("bash", "-c", "kill -9 $$", requeue=True)
+    assert job.wait(DEADLINE) == 137
+    assert batch.folder.exit_code() == 137
+    assert batch.said("Slurm does not start the job again: disabled")
 
 
 def test_a_program_that_cannot_be_started_is_named(batch: Batch) -> None:

@@ -2,11 +2,20 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from monarch_slurm.job.errors import SlurmUnreachableError
-from monarch_slurm.job.requeue import DEFAULT_KILL_WAIT, kill_wait, requeue, why_asked_to_end
+from monarch_slurm.job.folder import JobFolder
+from monarch_slurm.job.requeue import (
+    DEFAULT_KILL_WAIT,
+    QUICK_SECONDS,
+    kill_wait,
+    may_start_again,
+    requeue,
+    why_asked_to_end,
+)
 
 
 class Told:
@@ -80,3 +89,9 @@ def test_without_an_answer_both_reasons_are_named() -> None:
         raise SlurmUnreachableError("slurmctld does not answer")
 
     assert why_asked_to_end(7, run) == "the time limit or a preemption"
+
+
+def test_a_program_that_is_killed_at_every_start_is_not_started_for_ever(tmp_path: Path) -> None:
+    folder, late = JobFolder(tmp_path), QUICK_SECONDS + 1
+    assert [may_start_again(folder, 5.0) for _ in range(3)] == [True, True, False]
+    assert [may_start_again(folder, ran) for ran in (late, 5.0, 5.0, late, 5.0)] == [True] * 5

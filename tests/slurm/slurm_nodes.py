@@ -36,7 +36,7 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.env = {**os.environ, "SLURM_LOCAL_DIR": str(folder)}
-        self._hurt: set[str] = set()
+        self.hurt: set[str] = set()
         self.losses = 0
 
     def call(self, *arguments: str) -> str:
@@ -48,21 +48,21 @@ class Cluster:
 
     def cut(self, node: str) -> None:
         """Unplug the network of ``node``; its processes live on."""
-        self._hurt.add(node)
+        self.hurt.add(node)
         self.losses += 1
         self.call("cut", node)
 
     def kill(self, node: str) -> None:
         """Take the power of ``node``."""
-        self._hurt.add(node)
+        self.hurt.add(node)
         self.losses += 1
         self.call("kill", node)
 
     def heal(self, *nodes: str) -> None:
         """Bring nodes back: those named, or all that a test has hurt."""
-        for node in nodes or sorted(self._hurt):
+        for node in nodes or sorted(self.hurt):
             self.call("heal", node)
-        self._hurt -= set(nodes or self._hurt)
+        self.hurt -= set(nodes or self.hurt)
 
     def run(self, *command: str) -> str:
         """Run a command of Slurm; return its output."""

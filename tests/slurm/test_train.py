@@ -21,6 +21,10 @@ SMALL = ["--model", "tiny", "--seq-len", "32", "--batch-size", "2", "--no-exclus
 """Steps cost little, so that a run may have many of them: what happens to it has to happen before they are over."""
 
 
+PATIENT = ["--step-deadline", "60", "--sync-deadline", "120"]
+"""Deadlines that a loaded machine keeps: nothing is to fail but what a test breaks."""
+
+
 @contextmanager
 def training(out: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """Run ``monarch-slurm train``, which writes to ``log`` beside ``out``."""
@@ -36,7 +40,9 @@ def training(out: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_for_replicas(out: Path, process: subprocess.Popen[str], count: int) -> None:
-    wait_until(lambda: len(committed_by(out)) == count or process.poll() is not None, f"{count} replicas that train")
+    wait_until(
+        lambda: len(committed_by(out)) == count or process.poll() is not None, f"{count} replicas that train", 300
+    )
     assert process.poll() is None, out.with_name("log").read_text()
 
 
@@ -92,6 +98,41 @@ def test_nodes_are_lost_and_the_others_train_on(cluster: Cluster, tmp_path: Path
         assert cluster.run("srun", "-w", node, "hostname").strip() == node
 
 
+def test_replicas_come_back_with_their_hosts_without_a_spare(cluster: Cluster, tmp_path: Path) -> None:
+    out = tmp_path / "runs"
+
+    def commits_again(replica: int, host: str) -> None:
+        wait_until(lambda: host in lost_hosts(out), f"the loss of {host} to be noticed")
+        lost = max(item["t"] for item in events(out) if item["kind"] == "host_lost" and item["host"] == host)
+        if host in cluster.hurt:
+            cluster.heal(host)
+        wait_until(
+            lambda: replica in committed_by(out, lost) or process.poll() is not None,
+            f"replica {replica} to commit again on {host}",
+            240,
+        )
+        assert process.poll() is None, out.with_name("log").read_text()
+
+    options = ["--nodes", "3", "--replicas", "3", "--tokens", "100000000", "--reference", "none", *PATIENT]
+    with training(out, *options) as process:
+        wait_for_replicas(out, process, 3)
+        cluster.call("exec", "n3", "pkill", "-9", "-f", "monarch_slurm.host --folder")
+        commits_again(2, "n3")
+        cluster.cut("n2")
+        commits_again(1, "n2")
+        process.send_signal(signal.SIGINT)  # cancels the job
+        assert process.wait(60) == 130
+    wait_until(lambda: events(out)[-1]["kind"] == "run_finished", "the end of the run")
+    log = out.with_name("log").read_text()
+    assert "replica 2 lost until its host is back or replaced" in log
+    assert "replica 2 starts again" in log
+    (folder,) = (journal.parent for journal in out.glob("*/journal.jsonl"))
+    wait_until(lambda: (folder / "report.json").exists(), "the report")
+    report = json.loads((folder / "report.json").read_text())
+    assert report["summary"]["replicas_lost"] == 0
+    assert [(f["host"], f["outcome"]) for f in report["failures"]] == [("n3", "recovered"), ("n2", "recovered")]
+
+
 def test_a_run_saves_when_it_is_given_notice_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     out = tmp_path / "runs"
     with training(out, "--nodes", "2", "--replicas", "2", "--tokens", "100000000", "--requeue") as process:
@@ -114,6 +155,30 @@ def test_a_run_saves_when_it_is_given_notice_and_goes_on(cluster: Cluster, tmp_p
     assert report["summary"]["failures"] == report["summary"]["replica_restarts"] == 0
     again = [e for e in report["events"] if e["kind"] == "sync" and e["t"] > second["started"]]
     assert min(e["step"] for e in again if e["committed"]) == first["saved_step"] + 1
+
+
+def test_a_controller_that_is_killed_is_started_again_or_says_how_to_continue(cluster: Cluster, tmp_path: Path) -> None:
+    out = tmp_path / "runs"
+    options = ["--nodes", "2", "--replicas", "2", "--tokens", "100000000", "--sync-every", "5", "--save-every", "1"]
+    with training(out, *options, *PATIENT, "--requeue") as process:
+        wait_for_replicas(out, process, 2)
+        wait_until(lambda: any(item["kind"] == "state_saved" for item in events(out)), "a saved state", 240)
+        cluster.call("exec", "n1", "pkill", "-9", "-f", "monarch_slurm train --in-job")
+        wait_until(lambda: loaded_and_committed(out) or process.poll() is not None, "the second start to commit", 300)
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        job = cluster.run("squeue", "-h", "-o", "%i").strip()
+        assert " Restarts=1 " in cluster.run("scontrol", "show", "job", "-o", job)
+        cluster.run("scontrol", "update", f"jobid={job}", "requeue=0")
+        said = (out / job / "batch.log").read_text()
+        assert "the program was killed by SIGKILL; Slurm starts the job again" in said
+        cluster.call("exec", "n1", "pkill", "-9", "-f", "monarch_slurm train --in-job")
+        assert process.wait(240) == 137, (tmp_path / "log").read_text()
+    (run,) = (journal.parent.resolve() for journal in out.glob("*/journal.jsonl"))
+    hint = f"to continue: the same command with --resume {run}"
+    assert hint in (tmp_path / "log").read_text()
+    said = cluster.run(sys.executable, "-m", "monarch_slurm", "status", job)
+    assert "exit code 137: killed by SIGKILL" in said
+    assert hint in said
 
 
 def loaded_and_committed(out: Path) -> bool:
