@@ -149,7 +149,7 @@ def lanes(events: Iterable[Event] | EventIndex, failures: Sequence[Failure]) -> 
 
 def _lane(index: EventIndex, replica: int, failed: dict[tuple[int, int], float], end: float) -> list[Segment]:
     generations = sorted({*index.generations.get(replica, []), *(g for r, g in failed if r == replica)})
-    given_up = next((float(e["t"]) for e in index.kind("replica_lost") if e.get("replica") == replica), None)
+    given_up = index.lost_at(replica)
     lane: list[Segment] = []
 
     def add(state: str, start: float, stop: float, generation: int) -> None:

@@ -170,13 +170,17 @@ class DilocoEngine(ABC):
         """
         return self._manager is not None and self._manager.group.let_go(patience)
 
-    def save_soon(self) -> None:
-        """Save the state before the next inner step, and again after every sync from then on; for any thread.
+    def save_soon(self, wanted: bool = True) -> None:
+        """Save the state before the next inner step or while waiting for a quorum, and again after every sync from then
+        on; for any thread.
 
         What is saved is the state as of the last committed sync: the steps since then are done again when it is loaded.
-        Each save is told by a ``saved`` event.
+        Each save is reported by a ``saved`` event.
+
+        Args:
+            wanted: False takes the wish back.
         """
-        self._asked_to_save = True
+        self._asked_to_save = wanted
 
     def discard_save(self, step: int) -> None:
         """Remove what this rank has saved of ``step``; for any thread."""
@@ -189,7 +193,13 @@ class DilocoEngine(ABC):
         self._model, self._optimizer = work.model, work.optimizer
         self._meshes = state.meshes_of(work.model)
         manager = ReplicaManager(
-            self._config, self._place, work.replica, self._emit, lambda: self._enter("sync"), self._meshes
+            self._config,
+            self._place,
+            work.replica,
+            self._emit,
+            lambda: self._enter("sync"),
+            self._meshes,
+            self._save_while_waiting,
         )
         self._manager = manager
         manager.register_state_dict_fn("trainer", self._load_state, self._save_state)
@@ -211,6 +221,22 @@ class DilocoEngine(ABC):
             self._writer.begin(Path(self._place.folder), self._step, self._state_to_save())
             self._tell_saved(wait=asked)
         self._enter("compute")
+
+    def _save_while_waiting(self) -> None:
+        """Save if somebody has asked for it while this replica waits for a quorum, which may never form.
+
+        Called on the thread that waits, which touches the state only after this; the trainer's thread waits for it.
+        """
+        if not self._asked_to_save or self._joining or self._step == 0:
+            return
+        if self._writer.step == self._step and not self._writer.busy:
+            return
+        self._enter("save")
+        self._tell_saved(wait=True)
+        if self._writer.step != self._step:
+            self._writer.begin(Path(self._place.folder), self._step, self._state_to_save())
+            self._tell_saved(wait=True)
+        self._enter("sync")
 
     def _state_to_save(self) -> dict[str, Any]:
         assert self._manager is not None

@@ -39,8 +39,8 @@ class Engine(Protocol):
     def let_go(self, patience: float) -> bool:
         """Stop to wait for peers if that takes longer than ``patience`` seconds; for any thread."""
 
-    def save_soon(self) -> None:
-        """Save the state into the run's folder at the next opportunity; for any thread."""
+    def save_soon(self, wanted: bool = True) -> None:
+        """Save the state into the run's folder at the next opportunity, or not any more; for any thread."""
 
     def discard_save(self, step: int) -> None:
         """Remove what this rank has saved of ``step``; for any thread."""

@@ -68,6 +68,19 @@ class EventIndex:
         found = self.of(kind, replica, generation)
         return float(found[0]["t"]) if found else None
 
+    def lost_at(self, replica: int, until: float = math.inf) -> float | None:
+        """Return when ``replica`` was given up, if it was and had not been started again by the time ``until``."""
+        found: float | None = None
+        for e in self.kind("replica_lost", "respawn"):
+            if e.get("replica") == replica and float(e["t"]) <= until:
+                found = float(e["t"]) if e["kind"] == "replica_lost" else None
+        return found
+
+    def is_last_word(self, lost: Event) -> bool:
+        """Return whether the replica of a ``replica_lost`` event was not started again after it."""
+        t, replica = float(lost["t"]), lost.get("replica")
+        return not any(e.get("replica") == replica and float(e["t"]) >= t for e in self.kind("respawn"))
+
     def generation_at(self, replica: int, t: float) -> int:
         """Return the generation of ``replica`` that was started last by the time ``t``."""
         started = [

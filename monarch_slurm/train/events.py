@@ -32,9 +32,11 @@ From the manager and the replica supervisors:
 - ``injected``: ``failure`` (running number), ``type`` (``kill``, ``segfault``, ``exception``, ``hang``), ``rank``
 - ``detected``: ``failure`` (None if it was not injected), ``cause`` (text), ``host``, ``proc``, ``rank``, ``exit``
   (text such as ``"Killed(sig=9)"``), ``traceback`` (or None), ``stderr_tail`` (list of lines)
-- ``respawn``: ``level`` (``"mesh"`` or ``"hosts"``), ``attempt``: the supervisor begins to start a new mesh
+- ``respawn``: ``level`` (``"mesh"``, ``"hosts"``, or ``"supervisor"`` if that has failed), ``attempt``: a new mesh is
+  about to be started
 - ``escalated``: ``level``, ``reason``
-- ``replica_lost``: ``reason``: the replica will not be started again
+- ``replica_lost``: ``reason``, ``awaits_host``: the replica will not be started again, or, if ``awaits_host``, not
+  before its host is back or another has taken its place
 - ``host_lost``: ``host``, ``cause``, ``replaced_by`` (name of the host in its place; empty if there is none)
 """
 

@@ -21,7 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -49,6 +49,8 @@ Emit = Callable[..., None]
 """Called as ``emit(kind, t=None, **fields)``, always on the thread that trains."""
 
 _QUORUM_TICK = 0.01  # seconds between two looks of the Lighthouse at who is there
+_WAITING_TICK = 0.1  # seconds between two looks at what else is to be done while a quorum forms
+_LAST_WISH = 3.0  # seconds that a replica without a quorum may still be asked to save
 _CONNECT_TIMEOUT = 10.0  # seconds to reach a Lighthouse or a peer's manager
 _naming = threading.Lock()
 
@@ -121,6 +123,7 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         emit: told of quorums and transfers.
         on_sync: called when a sync begins.
         meshes: those that the replica's parameters are sharded over.
+        while_waiting: called again and again while the replica waits for a quorum, on the thread that waits.
 
     Attributes:
         trained: how many replicas' work has been committed, summed over the syncs of the run. A replica that got the
@@ -136,6 +139,7 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         emit: Emit,
         on_sync: Callable[[], None],
         meshes: state.Meshes,
+        while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self.joined = False
         self.trained = 0
@@ -176,7 +180,7 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         except RuntimeError as error:
             self.transport.shutdown()
             raise QuorumError(f"replica {place.replica} cannot reach the Lighthouse: {error}") from error
-        self._quorums = _Quorums(self._client)
+        self._quorums = _Quorums(self._client, while_waiting)
         self._client: Any = self._quorums
         _one_line_per_failure.install()
 
@@ -323,16 +327,37 @@ def make_diloco(
 class _Quorums:
     """TorchFT's client of its manager server, which keeps a number of the last quorum that the manager drops.
 
+    Args:
+        client: TorchFT's own.
+        while_waiting: called every `_WAITING_TICK` seconds that a quorum takes to form.
+
     Attributes:
         up_to_date: members of the last quorum that had the state of the run when they asked.
     """
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    def __init__(self, client: Any, while_waiting: Callable[[], None]) -> None:
+        self._client, self._while_waiting = client, while_waiting
         self.up_to_date = 0
 
     def _quorum(self, **asked: Any) -> Any:
-        quorum = self._client._quorum(**asked)
+        answer: Future[Any] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(self._client._quorum(**asked))
+            except Exception as error:  # whatever it is, the thread that waits raises it
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="monarch-quorum", daemon=True).start()
+        while not wait([answer], _WAITING_TICK).done:
+            self._while_waiting()
+        if answer.exception() is not None:
+            # The trainer ends with this error, and its state with it: if the Lighthouse is gone, the manager of the run
+            # is about to ask for a save.
+            for _ in range(round(_LAST_WISH / _WAITING_TICK)):
+                self._while_waiting()
+                time.sleep(_WAITING_TICK)
+        quorum = answer.result()
         self.up_to_date = int(quorum.max_world_size)
         return quorum
 

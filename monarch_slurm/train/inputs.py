@@ -12,21 +12,18 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.train.config import TrainConfig
+from monarch_slurm.train.corpus import Folder, find_corpus
 
 WHOLE_BYTES = 256 << 20
 BLOCK_BYTES = 64 << 10
 BLOCKS = WHOLE_BYTES // BLOCK_BYTES
 
 DATA, TOKENIZER = "data", "tokenizer"
-
-SKIPPED_FOLDERS = frozenset({"__pycache__"})
-SKIPPED_LIBRARY_FOLDERS = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests"})
 
 _SIZE = struct.Struct(">Q")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -36,30 +33,11 @@ def text_files(data: str | None) -> list[Path]:
     """Return the files that `monarch_slurm.train.data.load_corpus` looks at, in its order.
 
     Raises:
+        DataError: there is nothing.
         OSError: a folder cannot be read.
     """
-    if data is None:
-        return list(files_below(sysconfig.get_paths()["stdlib"], ".py", SKIPPED_LIBRARY_FOLDERS))
-    path = os.path.abspath(os.path.expanduser(data))
-    return list(files_below(path, "", SKIPPED_FOLDERS)) if os.path.isdir(path) else [Path(path)]
-
-
-def files_below(folder: str, suffix: str, skipped: frozenset[str]) -> Iterator[Path]:
-    """Yield the regular files below ``folder`` in sorted order, but for hidden ones and those of skipped folders.
-
-    Raises:
-        OSError: a folder cannot be read.
-    """
-
-    def stop(error: OSError) -> None:
-        raise error
-
-    for parent, folders, names in os.walk(folder, onerror=stop):
-        folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
-        for name in sorted(names):
-            path = os.path.join(parent, name)
-            if not name.startswith(".") and name.endswith(suffix) and os.path.isfile(path):
-                yield Path(path)
+    found = find_corpus(data)
+    return [Path(path) for path in (found.files() if isinstance(found, Folder) else [found])]
 
 
 def files_digest(paths: list[Path]) -> str:
@@ -108,22 +86,25 @@ def inputs_of(config: TrainConfig) -> dict[str, str]:
     Raises:
         ConfigError: something cannot be read.
     """
-    if config.engine == "torchtitan":
-        from monarch_slurm.train.titan import load_config
-
-        titan = load_config(config.engine_options)
-        paths = {DATA: getattr(titan.dataloader, "dataset_path", None)}
-        if titan.tokenizer is not None:
-            paths[TOKENIZER] = titan.hf_assets_path
-        found = {name: text_files(path) for name, path in paths.items() if path and os.path.exists(path)}
-        if TOKENIZER in found:
-            found[TOKENIZER] = [path for path in found[TOKENIZER] if path.suffix not in _WEIGHTS]
-    else:
-        found = {DATA: text_files(config.data)}
     try:
-        return {name: files_digest(files) for name, files in found.items()}
+        return {name: files_digest(files) for name, files in _files_of(config).items()}
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be read ({error.strerror}): check its permissions") from error
+
+
+def _files_of(config: TrainConfig) -> dict[str, list[Path]]:
+    if config.engine != "torchtitan":
+        return {DATA: text_files(config.data)}
+    from monarch_slurm.train.titan import load_config
+
+    titan = load_config(config.engine_options)
+    paths = {DATA: getattr(titan.dataloader, "dataset_path", None)}
+    if titan.tokenizer is not None:
+        paths[TOKENIZER] = titan.hf_assets_path
+    found = {name: text_files(path) for name, path in paths.items() if path and os.path.exists(path)}
+    if TOKENIZER in found:
+        found[TOKENIZER] = [path for path in found[TOKENIZER] if path.suffix not in _WEIGHTS]
+    return found
 
 
 def changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

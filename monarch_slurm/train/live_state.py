@@ -169,9 +169,10 @@ class RunState:
         return [Notice(t, "bad", text)]
 
     def _on_respawn(self, t: float, event: dict[str, Any], r: int, s: ReplicaState, generation: int) -> list[Notice]:
-        if s.state not in ("lost", "finished"):
+        back = s.state == "lost"  # with its host, which is back
+        if s.state != "finished":
             s.state = "restarting"
-        return []
+        return [Notice(t, "good", f"replica {r} starts again")] if back else []
 
     def _on_escalated(self, t: float, event: dict[str, Any], r: int, s: ReplicaState, generation: int) -> list[Notice]:
         level, reason = units.one_line(event.get("level"), 30), units.one_line(event.get("reason"))
@@ -182,7 +183,8 @@ class RunState:
     ) -> list[Notice]:
         s.state, s.joined = "lost", False
         reason = units.one_line(event.get("reason"))
-        return [Notice(t, "bad", f"replica {r} lost for good" + (f": {reason}" if reason else ""))]
+        how = "lost until its host is back or replaced" if event.get("awaits_host") is True else "lost for good"
+        return [Notice(t, "bad", f"replica {r} {how}" + (f": {reason}" if reason else ""))]
 
     def _on_error(self, t: float, event: dict[str, Any], r: int, s: ReplicaState, generation: int) -> list[Notice]:
         s.last_failure = units.one_line(event.get("error"), 120) or s.last_failure

@@ -18,13 +18,15 @@ from typing import Any
 
 import monarch_slurm.actor as public
 from monarch_slurm._version import __version__
-from monarch_slurm.actor import Channel, Future, HostMesh, MeshFailure, PortReceiver, this_host
-from monarch_slurm.controller import Journal
+from monarch_slurm.actor import Channel, Future, HostMesh, MeshFailure, Port, PortReceiver, this_host
+from monarch_slurm.actor.client import client
+from monarch_slurm.controller import Journal, RestartBudget, RestartLimit
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
 from monarch_slurm.job.notice import notice_reason
 from monarch_slurm.train.config import TrainConfig
 from monarch_slurm.train.events import Event, event
 from monarch_slurm.train.injection import Injection
+from monarch_slurm.train.native_modules import build_on_hosts
 from monarch_slurm.train.saved import SavedState, SavedStateError, mark_saved, remove_unused
 from monarch_slurm.train.saving import Saving
 from monarch_slurm.train.supervisor import TRAINER_ENV, ReplicaActor, RestartPolicy
@@ -40,8 +42,21 @@ START_TIMEOUT = 120.0
 _TICK = 0.25
 """Seconds between two looks at the schedule while nothing happens."""
 
+_PATIENCE_TICK = 5.0
+"""Seconds by which deadlines are moved at a time while the run waits for a host."""
+
 _FINISH_GRACE = 60.0
 """Seconds that the other replicas may take to finish after the first has."""
+
+
+HOST_RETURN_SECONDS = 60.0
+"""Seconds that a run with too few replicas waits for a lost host to come back, or for another in its place."""
+
+LAST_SAVE_SECONDS = 120.0
+"""Seconds that a run that fails takes to save what its replicas hold."""
+
+SUPERVISOR_LIMIT = RestartLimit(3, 300.0)
+"""How often the supervisor of a replica may be started again."""
 
 
 class RunFailedError(MonarchSlurmError):
@@ -50,10 +65,25 @@ class RunFailedError(MonarchSlurmError):
 
 @dataclass
 class _ReplicaState:
+    """What the manager knows of a replica.
+
+    Attributes:
+        training: it holds the state of the run.
+        lost: it was given up.
+        awaits_host: it was given up with its host, and starts again if that comes back or another takes its place.
+        supervisor: the actor; None if it has failed and was not needed any more.
+        names: the meshes of the supervisor.
+        supervisors: how often the supervisor may still be started again.
+    """
+
     training: bool = False
     finished: set[int] = field(default_factory=set)
     lost: bool = False
+    awaits_host: bool = False
     generation: int = 0
+    supervisor: Any = None
+    names: frozenset[str] = frozenset()
+    supervisors: RestartBudget = field(default_factory=lambda: RestartBudget(SUPERVISOR_LIMIT))
 
 
 class Run:
@@ -105,7 +135,18 @@ class Run:
         self._first_finished: float | None = None
         self._failures = max((e["failure"] for e in history if e["kind"] == "injected"), default=0)
         self._enough = ""
-        self._supervisors: Any = None
+        self._meshes: list[Any] = []
+        self._home: HostMesh | None = None
+        self._shares: list[HostMesh] = []
+        self._lighthouse = ""
+        self._port: Port[Event] | None = None
+        self._receiver: PortReceiver[Event]
+        self._arriving: Future[Event]
+        self._old_supervisors: set[str] = set()
+        self._too_few: tuple[float, str] | None = None
+        """Since when too few replicas are left while a host may come back, and why."""
+        self._patience_at = 0.0
+        self._failed = False
 
     def run(self) -> list[Event]:
         """Train to the end and return all events.
@@ -115,12 +156,15 @@ class Run:
             KeyboardInterrupt: it was interrupted; everything that it spawned is stopped.
         """
         hook, public.unhandled_fault_hook = public.unhandled_fault_hook, self._take_fault
-        meshes: list[Any] = []
+        meshes = self._meshes
         self._remove_unused()
         ok, reason = False, "interrupted"
         try:
-            receiver = self._start(meshes)
-            self._follow(receiver)
+            self._start()
+            try:
+                self._follow()
+            except RunFailedError as error:
+                raise RunFailedError(f"{error}; {self._save_before_the_end()}") from error
             ok, reason = True, self._enough or "all tokens trained"
         except MonarchSlurmError as error:
             reason = str(error)
@@ -157,20 +201,22 @@ class Run:
         Returns at once when no replica holds a state that would be worth it: the run then goes on from the one before.
         """
         if self._following:
-            self._save_wanted.set()
-            self._save_over.wait()
+            self._want_save()
+            while self._following and not self._save_over.wait(_TICK):
+                pass
 
-    def _start(self, meshes: list[Any]) -> PortReceiver[Event]:
+    def _start(self) -> None:
         config = self._config
         home = this_host() if self._hosts is None else self._hosts.flatten("hosts").slice(hosts=0)
-        shares = share_hosts(home if self._hosts is None else self._hosts, config)
+        self._home, self._shares = home, share_hosts(home if self._hosts is None else self._hosts, config)
+        if config.replica_backend == "ccl":
+            build_on_hosts(home if self._hosts is None else self._hosts)
         lighthouse_procs = home.spawn_procs(name="lighthouse", env=TRAINER_ENV)
-        supervisor_procs = home.spawn_procs({"replicas": config.replicas}, name="replica")
-        meshes += [lighthouse_procs, supervisor_procs]
+        self._meshes.append(lighthouse_procs)
         lighthouse = lighthouse_procs.spawn("lighthouse", LighthouseActor, config)
-        url = _started(lighthouse.start.call_one(), "the Lighthouse", home)
+        url = self._lighthouse = _started(lighthouse.start.call_one(), "the Lighthouse", home)
         versions = _started(lighthouse.versions.call_one(), "the Lighthouse", home)
-        names = sorted({name for share in shares for name in share.host_names})
+        names = sorted({name for share in self._shares for name in share.host_names})
         versions["monarch_slurm"] = __version__
         self._take(
             event(
@@ -184,38 +230,121 @@ class Run:
             )
         )
         self._take(event("lighthouse", address=url))
-        port, receiver = Channel.open()
-        arguments = (config, shares, url, self._policy, port, self._first_generation, self._saved, str(self._folder))
-        self._supervisors = supervisor_procs.spawn("replica", ReplicaActor, *arguments)
-        _started(self._supervisors.start.call(), "the supervisors of the replicas", home)
-        return receiver
+        self._port, self._receiver = Channel.open()
+        started = [self._start_supervisor(replica, self._first_generation) for replica in range(config.replicas)]
+        for future in started:
+            _started(future, "the supervisors of the replicas", home)
 
-    def _follow(self, receiver: PortReceiver[Event]) -> None:
-        arriving = receiver.recv()
+    def _start_supervisor(self, replica: int, generation: int) -> Future[Any]:
+        """Start the supervisor of ``replica``, which starts the trainers as ``generation``."""
+        assert self._home is not None
+        state, name = self._replicas[replica], f"replica{replica}"
+        procs = self._home.spawn_procs(name=name)
+        self._meshes.append(procs)
+        arguments = (self._config, replica, self._shares, self._lighthouse, self._policy, self._port, generation)
+        actor: Any = procs.spawn(name, ReplicaActor, *arguments, self._saved, self._committed, str(self._folder))
+        state.supervisor, state.names = actor, frozenset({procs._layout.mesh, actor._ref.mesh})
+        started: Future[Any] = actor.start.call_one()
+        return started
+
+    def _follow(self) -> None:
+        self._arriving = self._receiver.recv()
         self._following = True
         while not self._over():
             self._check_faults()
             self._save_due()
             self._inject_due()
-            try:
-                item = arriving.get(_TICK)
-            except TimeoutError:
-                continue
-            arriving = receiver.recv()
-            self._take(item)
+            self._see_to_lost_hosts()
+            self._take_next()
+
+    def _take_next(self) -> None:
+        """Take the next event, if one comes soon."""
+        try:
+            item = self._arriving.get(_TICK)
+        except TimeoutError:
+            return
+        self._arriving = self._receiver.recv()
+        self._take(item)
+
+    def _save_before_the_end(self) -> str:
+        """Have a replica save what it holds, for the run cannot continue; say what came of it."""
+        self._failed = True
+        self._want_save()
+        deadline = time.monotonic() + LAST_SAVE_SECONDS
+        while not self._save_over.is_set() and time.monotonic() < deadline:
+            self._save_due()
+            self._take_next()
+        if self._saved is None:
+            return "nothing was saved"
+        return f"its newest saved state is of sync {self._saved.step}"
+
+    def _want_save(self) -> None:
+        self._wanted_step = None
+        self._save_over.clear()
+        self._save_wanted.set()
+
+    def _see_to_lost_hosts(self) -> None:
+        """Start replicas again whose hosts are back, or were replaced; and end the run if too few are left for long."""
+        waiting = [replica for replica, state in enumerate(self._replicas) if state.awaits_host]
+        if waiting:
+            here = client()
+            with here.hosts_changed:
+                joined = {info.host for info in here.joined}
+            for replica in waiting:
+                if joined.issuperset(self._shares[replica]._now_at()):
+                    self._replicas[replica].awaits_host = False
+                    logger.warning("replica %d starts again: the place of its lost host is taken", replica)
+                    self._start_again(replica)
+        if self._too_few is None:
+            return
+        since, why = self._too_few
+        now = time.monotonic()
+        if self._living() >= self._config.min_replicas:
+            self._too_few = None
+            self._stop_saving()
+        elif now - since > HOST_RETURN_SECONDS:
+            raise RunFailedError(f"{why}; no host has taken its place within {HOST_RETURN_SECONDS:g} s")
+        elif now >= self._patience_at:
+            self._patience_at = now + _PATIENCE_TICK
+            self._tell(lambda supervisor: supervisor.be_patient.broadcast(_PATIENCE_TICK))
+
+    def _start_again(self, replica: int) -> None:
+        state = self._replicas[replica]
+        if state.supervisor is not None:
+            state.supervisor.host_is_back.broadcast()
+            return
+        self._take(event("respawn", replica=replica, generation=state.generation, level="hosts", attempt=1))
+        self._start_supervisor(replica, state.generation + 1)
+
+    def _tell(self, what: Callable[[Any], None]) -> None:
+        for state in self._replicas:
+            if state.supervisor is not None and not state.lost:
+                what(state.supervisor)
+
+    def _living(self) -> int:
+        return sum(not state.lost for state in self._replicas)
+
+    def _stop_saving(self) -> None:
+        """The run continues: whoever was asked to save after every sync need not any more."""
+        self._save_wanted.clear()
+        self._saving.forget_wishes()
+        self._tell(lambda supervisor: supervisor.save.broadcast(False))
 
     def _save_due(self) -> None:
         if not self._save_wanted.is_set() or self._save_over.is_set():
             return
-        if self._wanted_step is None:
-            self._wanted_step = self._committed
-        if self._saved is not None and self._saved.step >= self._wanted_step:
+        wanted = self._wanted_step = self._committed if self._wanted_step is None else self._wanted_step
+        if wanted == 0 or (self._saved is not None and self._saved.step >= wanted):  # 0: nothing is committed yet
             self._save_over.set()
             return
-        training = [i for i, replica in enumerate(self._replicas) if replica.training and not replica.lost]
+        training = [
+            i
+            for i, state in enumerate(self._replicas)
+            if state.training and not state.lost and state.supervisor is not None
+        ]
         replica = self._saving.next_replica(training, time.monotonic())
         if replica is not None:
-            self._supervisors.slice(replicas=replica).save.broadcast()
+            self._replicas[replica].supervisor.save.broadcast()
         elif self._saving.is_hopeless(training, time.monotonic()):
             self._save_over.set()
 
@@ -250,8 +379,9 @@ class Run:
 
     def _discard_save(self, replica: int, step: int) -> None:
         """Remove what the ranks of ``replica`` have saved of ``step``, which nobody can continue from."""
-        if self._supervisors is not None:
-            self._supervisors.slice(replicas=replica).discard_save.broadcast(step)
+        supervisor = self._replicas[replica].supervisor
+        if supervisor is not None:
+            supervisor.discard_save.broadcast(step)
 
     def _remove_unused(self, replica: int | None = None) -> None:
         """Remove saved files that are of no use; those of processes that have ended in the middle of a save."""
@@ -287,6 +417,8 @@ class Run:
                 self._began = time.monotonic()
         elif kind in ("detected", "respawn"):
             state.training = False
+            if kind == "respawn":
+                state.lost = False  # perhaps it was, with its host
             self._saving.lost(item["replica"])
             if kind == "detected":
                 self._remove_unused(item["replica"])
@@ -294,16 +426,32 @@ class Run:
             state.finished.add(item["rank"])
             self._first_finished = self._first_finished or time.monotonic()
         elif kind == "host_lost":
-            self._supervisors.peer_lost.broadcast(item["replica"])
+            self._tell(lambda supervisor: supervisor.peer_lost.broadcast(item["replica"]))
         elif kind == "replica_lost":
             state.lost = True
             state.training = False
-            living = sum(not replica.lost for replica in self._replicas)
-            if living < self._config.min_replicas:
-                raise RunFailedError(
-                    f"{living} of {len(self._replicas)} replicas are left, and a quorum needs "
-                    f"{self._config.min_replicas}; the last one was lost because {item['reason']}"
-                )
+            state.awaits_host = item.get("awaits_host", False)
+            self._check_enough(item["reason"])
+
+    def _check_enough(self, reason: str) -> None:
+        """Make sure that enough replicas are left for a quorum, or may come back; the last one was lost for ``reason``.
+
+        Raises:
+            RunFailedError: too few are left.
+        """
+        living = self._living()
+        if living >= self._config.min_replicas or self._failed:
+            return
+        why = (
+            f"{living} of {len(self._replicas)} replicas are left, and a quorum needs {self._config.min_replicas}; the "
+            f"last one was lost because {reason}"
+        )
+        if living + sum(state.awaits_host for state in self._replicas) < self._config.min_replicas:
+            raise RunFailedError(why)
+        if self._too_few is None:
+            logger.warning("%s; waiting %g s for a host to come back", why, HOST_RETURN_SECONDS)
+            self._too_few = time.monotonic(), why
+            self._want_save()
 
     def _over(self) -> bool:
         if self._enough:
@@ -322,13 +470,51 @@ class Run:
         return not waiting or time.monotonic() - self._first_finished > _FINISH_GRACE
 
     def _check_faults(self) -> None:
+        """Look at failures of the run's own actors, which nothing but the run itself supervises.
+
+        Raises:
+            RunFailedError: the run cannot continue.
+        """
         try:
             failure = self._faults.get_nowait()
         except queue.Empty:
             return
-        raise RunFailedError(
-            f"the run's own actors failed, which nothing supervises but the run itself: {failure.report()}"
+        for replica, state in enumerate(self._replicas):
+            if failure.mesh_name in state.names:
+                self._old_supervisors |= state.names
+                state.names, state.supervisor = frozenset(), None
+                self._supervisor_failed(replica, state, failure)
+                return
+        if failure.mesh_name not in self._old_supervisors:
+            raise RunFailedError(f"the run cannot continue without one of its own actors: {failure.report()}")
+
+    def _supervisor_failed(self, replica: int, state: _ReplicaState, failure: MeshFailure) -> None:
+        """Start the supervisor of a replica again, and with it the trainers, which have ended with their owner."""
+        if state.lost or len(state.finished) == self._config.procs_per_replica:
+            logger.warning("the supervisor of replica %d, which has nothing left to do, has failed", replica)
+            return
+        fields: dict[str, Any] = {"replica": replica, "generation": state.generation}
+        cause = f"its supervisor failed, and its trainers ended with it: {failure.event.partition(chr(10))[0]}"
+        self._take(
+            event(
+                "detected",
+                failure=None,
+                cause=cause,
+                host=failure.host,
+                proc=failure.mesh_name,
+                rank=None,
+                exit=failure.exit or f"Failed({failure.kind})",
+                traceback=failure.traceback,
+                stderr_tail=list(failure.stderr_tail),
+                **fields,
+            )
         )
+        if state.supervisors.use(time.monotonic()) is None:
+            limit = f"{SUPERVISOR_LIMIT.restarts} times within {SUPERVISOR_LIMIT.within:g} s"
+            self._take(event("replica_lost", reason=f"its supervisor failed more than {limit}", **fields))
+            return
+        self._take(event("respawn", level="supervisor", attempt=state.generation + 1, **fields))
+        self._start_supervisor(replica, state.generation + 1)
 
     def _inject_due(self) -> None:
         planned = self._next_injection
@@ -341,12 +527,12 @@ class Run:
         if target is None:
             return
         self._failures += 1
-        self._supervisors.slice(replicas=target).inject.call_one(self._failures, planned.kind, planned.rank)
+        self._replicas[target].supervisor.inject.call_one(self._failures, planned.kind, planned.rank)
 
     def _pick_target(self, replica: int) -> int | None:
         """Return ``replica``, or the next one that is training: a failure of what is down would tell nothing."""
         count = len(self._replicas)
-        training = [i for i, state in enumerate(self._replicas) if state.training and not state.lost]
+        training = [i for i, state in enumerate(self._replicas) if state.training and state.supervisor is not None]
         if len(training) <= self._config.min_replicas:
             return None  # one less would stop the run, which is not what is to be shown
         return min(training, key=lambda i: (i - replica) % count)

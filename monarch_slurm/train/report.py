@@ -147,7 +147,7 @@ def _summary(
         "failures_by_type": dict(sorted(Counter(f.type for f in found).items())),
         "recovered": sum(f.outcome == "recovered" for f in found),
         "outcomes": dict(sorted(Counter(f.outcome for f in found).items())),
-        "replicas_lost": len({e.get("replica") for e in index.kind("replica_lost")}),
+        "replicas_lost": len({e.get("replica") for e in index.kind("replica_lost") if index.is_last_word(e)}),
         "replica_restarts": sum(restarts.values()),
         "job_restarts": max(0, len(index.kind("run_started")) - 1),
         "syncs_lost": sum(f.syncs_lost for f in found),
@@ -262,6 +262,7 @@ def _marks(index: EventIndex, start: float) -> list[dict[str, Any]]:
         {"kind": e["kind"], "t": float(e["t"]) - start, "replica": e.get("replica"), "host": e.get("host"),
          "text": e.get("reason") or e.get("cause") or e.get("level")}
         for e in index.kind("escalated", "replica_lost", "host_lost")
+        if e["kind"] != "replica_lost" or index.is_last_word(e)
     ]  # fmt: skip
 
 

@@ -53,6 +53,10 @@ class Saving:
         self._files = {key: files for key, files in self._files.items() if key[0] != replica}
         self._failed = {key for key in self._failed if key[0] != replica}
 
+    def forget_wishes(self) -> None:
+        """Nobody is asked for a save any more."""
+        self._asked.clear()
+
     def take(self, event: Event) -> SavedState | None:
         """Take in a ``saved`` event; return the state that is whole now, if one is.
 

@@ -18,13 +18,13 @@ from typing import Any
 from monarch_slurm.actor import (
     Actor,
     Channel,
+    FailureKind,
     HostMesh,
     MeshFailure,
     Port,
     PortReceiver,
     ProcMesh,
     SupervisionError,
-    current_rank,
     endpoint,
 )
 from monarch_slurm.actor.errors import format_exception
@@ -33,6 +33,7 @@ from monarch_slurm.controller import RestartBudget, RestartLimit
 from monarch_slurm.train.config import TrainConfig
 from monarch_slurm.train.events import Event, event
 from monarch_slurm.train.injection import FailureActor
+from monarch_slurm.train.repeated import REPEATS, RepeatedErrors
 from monarch_slurm.train.saved import SavedState
 from monarch_slurm.train.trainer import PulseActor, TrainerActor
 from monarch_slurm.train.watchdog import Watchdog
@@ -51,6 +52,16 @@ _PULSE_SECONDS = 0.5
 
 NOT_RETRIED = ("ConfigError", "DataError", "NonFiniteLossError", "SavedStateError", "StateLostError")
 """Errors of the engine that another start would only meet again."""
+
+
+_HUNG = "Hung(killed)"
+
+_EXITS = {
+    FailureKind.HOST_LOST: "Lost(host)",
+    FailureKind.ACTOR_ERROR: "Raised(exception)",
+    FailureKind.ACTOR_ABORTED: "Aborted(actor)",
+}
+"""What ``detected`` events call a failure in which no process has ended by itself."""
 
 
 @dataclass(frozen=True)
@@ -79,40 +90,50 @@ class _Generation:
     pulses: PulseActor
     watchdog: Watchdog
     names: frozenset[str]
+    step: int = 0
+    """Inner steps that its trainers have reported."""
+    committed: bool = False
+    """Whether they have committed a sync."""
     over: bool = False
     hopeless: str = ""
     """An error that a new start would not mend."""
 
 
 class ReplicaActor(Actor):
-    """Supervises the replica whose index is this actor's rank.
+    """Supervises one replica.
 
     Args:
         config: the run.
+        replica: its index.
         hosts: for each replica, the hosts of its trainers.
         lighthouse: address of the Lighthouse.
         policy: how often it may restart.
         events: where the events of the replica go, its trainers' included.
-        first_generation: number of the first start of the trainers; in a run that goes on, earlier ones are taken.
-        saved: the state that the run goes on from; None begins anew.
+        first_generation: number of the first start of the trainers; earlier ones are taken if the run continues, or if
+            another supervisor of this replica has failed.
+        saved: the newest saved state of the run; None if there is none.
+        committed_step: committed syncs of the run so far. Trainers load ``saved`` if it is of that step, and get the
+            state of a peer otherwise.
         folder: of the run.
     """
 
     def __init__(
         self,
         config: TrainConfig,
+        replica: int,
         hosts: list[HostMesh],
         lighthouse: str,
         policy: RestartPolicy,
         events: Port[Event],
         first_generation: int = 0,
         saved: SavedState | None = None,
+        committed_step: int = 0,
         folder: str = "",
     ) -> None:
         self._saved = saved
         self._folder = folder
         self._config = config
-        self._replica = current_rank().rank
+        self._replica = replica
         self._hosts = hosts[self._replica]
         # Replicas that share hosts take consecutive GPUs there.
         self._slot = hosts[: self._replica].count(self._hosts)
@@ -125,7 +146,8 @@ class ReplicaActor(Actor):
         self._generation: _Generation | None = None
         self._next = first_generation
         self._finished: set[int] = set()
-        self._committed_step = 0 if saved is None else saved.step
+        self._committed_step = committed_step
+        self._repeated = RepeatedErrors()
         self._injected: int | None = None
         self._stopped = False
         self._cause = ""
@@ -160,11 +182,24 @@ class ReplicaActor(Actor):
             generation.pulses.peer_lost.broadcast(PEER_LOST_PATIENCE)
 
     @endpoint
-    async def save(self) -> None:
-        """Have the trainers save their state into the run's folder; they tell by ``saved`` events."""
+    async def save(self, wanted: bool = True) -> None:
+        """Have the trainers save their state into the run's folder, or no longer; they tell by ``saved`` events."""
         generation = self._generation
         if generation is not None and not generation.over:
-            generation.pulses.save.broadcast()
+            generation.pulses.save.broadcast(wanted)
+
+    @endpoint
+    async def host_is_back(self) -> None:
+        """Start the replica again that was given up with its host: the host is back, or another has taken its place."""
+        if self._stopped and not self._finished:
+            self._stopped = False
+            self._start_task(self._restart(self._next - 1, None))
+
+    @endpoint
+    async def be_patient(self, seconds: float) -> None:
+        """Move all deadlines of the trainers by ``seconds``: they wait for replicas that wait for a host."""
+        if self._generation is not None:
+            self._generation.watchdog.extend(seconds)
 
     @endpoint
     async def discard_save(self, step: int) -> None:
@@ -183,7 +218,8 @@ class ReplicaActor(Actor):
             generation,
             cause=_cause(failure),
             rank=rank,
-            exit_text=failure.exit or ("Raised(exception)" if failure.traceback else "Lost(host)"),
+            kind=failure.kind,
+            exit_text=failure.exit or _EXITS.get(failure.kind, f"Failed({failure.kind})"),
             host=failure.host,
             pid=failure.pid,
             traceback=failure.traceback,
@@ -246,7 +282,10 @@ class ReplicaActor(Actor):
             if generation.over:
                 break
             generation.watchdog.take(item, self._clock.tick())
-            if item["kind"] == "sync" and item["committed"]:
+            if item["kind"] == "step":
+                generation.step = max(generation.step, item["step"])
+            elif item["kind"] == "sync" and item["committed"]:
+                generation.committed = True
                 self._committed_step = max(self._committed_step, item["step"])
             elif item["kind"] == "finished":
                 self._finished.add(item["rank"])
@@ -266,7 +305,7 @@ class ReplicaActor(Actor):
             hung = generation.watchdog.hung(self._clock.tick())
             if hung is not None and not generation.over:
                 rank, cause = hung
-                self._fail(generation, cause=f"rank {rank} hangs: {cause}", rank=rank, exit_text="Hung(killed)")
+                self._fail(generation, cause=f"rank {rank} hangs: {cause}", rank=rank, exit_text=_HUNG)
 
     async def _feel_pulse(self, generation: _Generation, rank: int) -> None:
         process = generation.pulses.flatten("rank").slice(rank=rank)
@@ -287,6 +326,7 @@ class ReplicaActor(Actor):
         cause: str,
         rank: int | None,
         exit_text: str,
+        kind: FailureKind | None = None,
         host: str | None = None,
         pid: int = 0,
         traceback: str | None = None,
@@ -299,6 +339,7 @@ class ReplicaActor(Actor):
         generation.over = True
         self._cause = cause
         failure, self._injected = self._injected, None
+        lost_host = kind is FailureKind.HOST_LOST
         detected = event(
             "detected",
             replica=self._replica,
@@ -323,12 +364,23 @@ class ReplicaActor(Actor):
         if generation.hopeless:
             self._give_up(generation.hopeless)
             return
-        if exit_text == "Lost(host)":
+        if lost_host:
             self._emit("host_lost", host=host, cause=cause, replaced_by=replaced_by)
             if not replaced_by:
-                self._give_up(f"host {host} is lost")
+                self._give_up(f"host {host} is lost", awaits_host=True)
                 return
+        elif failure is None and not _is_others_fault(cause) and self._is_repeated(generation, cause, exit_text):
+            return
         self._start_task(self._restart(generation.number, host if replaced_by == ASKED_FOR else None))
+
+    def _is_repeated(self, generation: _Generation, cause: str, exit_text: str) -> bool:
+        """Give the replica up if the same error has come at the same step too often; return whether it has."""
+        what = cause if exit_text in (_HUNG, _EXITS[FailureKind.ACTOR_ERROR]) else f"{exit_text} {cause}".strip()
+        if self._repeated.count(what, generation.step, generation.committed) < REPEATS:
+            return False
+        done = f"after step {generation.step}" if generation.step else "before the end of the first step"
+        self._give_up(f"the same error came {REPEATS} times {done}, so another start would only meet it again: {what}")
+        return True
 
     async def _restart(self, old: int, awaited: str | None) -> None:
         """Start the trainers again.
@@ -341,7 +393,7 @@ class ReplicaActor(Actor):
             try:
                 await first.initialized
             except SupervisionError as error:
-                self._give_up(f"host {awaited} is lost, and no other came: {error}")
+                self._give_up(f"host {awaited} is lost, and no other came: {error}", awaits_host=True)
                 return
             finally:
                 first.stop()
@@ -362,9 +414,9 @@ class ReplicaActor(Actor):
             self._emit("respawn", level=level, attempt=old + 1)
             self._spawn()
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, awaits_host: bool = False) -> None:
         self._stopped = True
-        self._emit("replica_lost", reason=reason)
+        self._emit("replica_lost", reason=reason, awaits_host=awaits_host)
 
     def _emit(self, kind: str, **fields: object) -> None:
         self._events.send(event(kind, replica=self._replica, generation=max(0, self._next - 1), **fields))
@@ -381,6 +433,11 @@ class ReplicaActor(Actor):
             error = task.exception()
             assert error is not None
             self._give_up(f"its supervisor failed: {error}\n{format_exception(error)}")
+
+
+def _is_others_fault(cause: str) -> bool:
+    """Return whether a failure tells of the Lighthouse or of other replicas, so that it may come again and again."""
+    return cause.startswith("QuorumError") or "no progress in phase 'sync'" in cause
 
 
 def _cause(failure: MeshFailure) -> str:

@@ -231,9 +231,8 @@ def _follow(index: EventIndex, entry: Failure, of_replica: Sequence[Failure]) ->
             entry.respawn_level, entry.attempts = _text(e.get("level")), entry.attempts + 1
         else:
             entry.escalated.append(_text(e.get("reason")) or _text(e.get("level")) or "escalated")
-    given_up = [
-        e for e in index.kind("replica_lost") if e.get("replica") == entry.replica and float(e["t"]) >= entry.start
-    ]
+    lost_at = index.lost_at(entry.replica)
+    given_up = lost_at is not None and lost_at >= entry.start
     if entry.times["first_commit"] is not None:
         entry.outcome = "recovered"
     elif later:
@@ -385,8 +384,7 @@ def _charge_lost_syncs(index: EventIndex, found: Sequence[Failure]) -> None:
 
 def _ended(index: EventIndex, replica: int, generation: int, t: float) -> bool:
     finished = index.first("finished", replica, generation)
-    lost = [e for e in index.kind("replica_lost") if e.get("replica") == replica and float(e["t"]) <= t]
-    return (finished is not None and finished <= t) or bool(lost)
+    return (finished is not None and finished <= t) or index.lost_at(replica, t) is not None
 
 
 def _host_of(index: EventIndex, replica: int, generation: int, rank: int | None) -> str | None:

@@ -113,10 +113,10 @@ class PulseActor(Actor):
             self.logger.warning("left a collective with a replica whose host is lost")
 
     @endpoint
-    def save(self) -> None:
-        """Have the trainer save its state into the run's folder."""
+    def save(self, wanted: bool) -> None:
+        """Have the trainer save its state into the run's folder, or not any more."""
         if _engine is not None:
-            _engine.save_soon()
+            _engine.save_soon(wanted)
 
     @endpoint
     def discard_save(self, step: int) -> None:

@@ -69,6 +69,11 @@ class Watchdog:
         else:
             progress.since = now
 
+    def extend(self, seconds: float) -> None:
+        """Move every deadline by ``seconds``: the ranks wait for something that they are to wait for."""
+        for progress in self._progress.values():
+            progress.since += seconds
+
     def pulse_asked(self, rank: int, now: float) -> None:
         """The process of ``rank`` was asked for a sign of life."""
         if rank in self._progress:

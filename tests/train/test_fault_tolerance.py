@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import threading
 from datetime import timedelta
 
 import pytest
@@ -53,6 +55,31 @@ def test_a_lighthouse_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(QuorumError, match=r"cannot reach the Lighthouse.*127\.0\.0\.1:1"):
         ReplicaManager(CONFIG, place, open_replica(place, 5.0), lambda *_, **__: None, lambda: None, {})
     assert torchft_manager.ManagerServer is original
+
+
+@pytest.mark.parametrize("lighthouse_dies", [False, True])
+def test_a_replica_that_waits_for_a_quorum_can_do_something_else(lighthouse_dies: bool) -> None:
+    config = dataclasses.replace(CONFIG, quorum_timeout=1.0)
+    server, url = start_lighthouse("127.0.0.1", config)
+    place = Place(0, 0, 1, 0, url)
+    waited: list[str] = []
+    manager = ReplicaManager(
+        config,
+        place,
+        open_replica(place, 5.0),
+        lambda *_, **__: None,
+        lambda: None,
+        {},
+        lambda: waited.append(threading.current_thread().name),
+    )
+    if lighthouse_dies:
+        server.shutdown()
+    with pytest.raises(QuorumError, match="got no quorum"):  # there is nobody else
+        manager.start_quorum()
+    assert len(waited) > 3
+    assert len(set(waited)) == 1
+    manager.close()
+    server.shutdown()
 
 
 def test_one_line_per_failed_sync(caplog: pytest.LogCaptureFixture) -> None:

@@ -78,7 +78,7 @@ def test_of_much_data_blocks_are_read_all_over_it(tmp_path: Path, monkeypatch: p
 
 def test_the_default_text_has_a_digest_and_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert digest(None) == digest(None)
-    with pytest.raises(ConfigError, match=f"{tmp_path}/none cannot be read"):
+    with pytest.raises(ConfigError, match=f"{tmp_path}/none does not exist"):
         digest(tmp_path / "none")
 
 

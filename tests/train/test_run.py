@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,9 +22,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.train]
 TINY = ["--model", "tiny", "--seq-len", "64", "--batch-size", "4"]
 
 
-def start(out: Path, *options: str) -> subprocess.Popen[str]:
+PATIENT = ["--step-deadline", "60", "--sync-deadline", "120"]
+"""Deadlines that a loaded machine keeps: nothing is to fail but what a test kills."""
+
+
+def start(out: Path, *options: str, **variables: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "monarch_slurm", "train", "--local", *TINY, "--out", str(out), *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    env = {**os.environ, **variables}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
 
 
 def report_in(out: Path) -> dict[str, Any]:
@@ -191,7 +198,7 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path: Path) -> None:
     assert process.returncode == 75, output
     (folder,) = tmp_path.iterdir()
     step = saved_steps(folder)[0]
-    assert f"saved at sync {step}; the same command with --resume {folder} goes on" in output
+    assert f"saved at sync {step}; to continue: the same command with --resume {folder}" in output
     assert report_in(tmp_path)["summary"]["ok"] is False
 
     tokens = str((step + 4) * 2 * 20 * 4 * 64)  # of four further syncs
@@ -251,6 +258,80 @@ def test_a_save_that_fails_on_one_rank_leaves_nothing_and_older_states_stay(tmp_
     assert sorted(path.name for path in (folder / "state").iterdir()) == sorted(f"step-{step}" for step in newest)
     assert f"saved at sync {newest[0]}" in output
     assert "could not save: cannot save the state in" in output
+
+
+def proc_named(process: subprocess.Popen[str], name: str) -> psutil.Process | None:
+    """The proc of the run that is called so."""
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if name in child.name() or name in " ".join(child.cmdline()):
+                return child
+    return None
+
+
+def journal(out: Path) -> list[dict[str, Any]]:
+    (path,) = out.glob("*/journal.jsonl")
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def test_a_killed_supervisor_is_started_again_and_its_replica_comes_back(tmp_path: Path) -> None:
+    process = start(tmp_path, "--replicas", "3", "--sync-every", "5", *PATIENT, "--tokens", "100000000")
+    wait_for_syncs(tmp_path, process, 3)
+    supervisor = proc_named(process, "replica1")
+    assert supervisor is not None
+    supervisor.kill()
+
+    def came_back() -> bool:
+        found = [e for e in journal(tmp_path) if e.get("replica") == 1]
+        again = [e["generation"] for e in found if e["kind"] == "respawn"]
+        return bool(again) and any(e["kind"] == "sync" and e["committed"] and e["generation"] > again[0] for e in found)
+
+    wait_until(came_back, "replica 1 to commit again", 240)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    report = report_in(tmp_path)
+    (failure,) = report["failures"]
+    assert (failure["replica"], failure["outcome"], failure["exit"]) == (1, "recovered", "Killed(sig=9)")
+    assert "its supervisor failed" in failure["cause"]
+    assert not left_behind(tmp_path)
+
+
+def test_a_run_that_loses_the_lighthouse_saves_and_tells_how_to_continue(tmp_path: Path) -> None:
+    options = ["--replicas", "2", "--sync-every", "5", *PATIENT]
+    process = start(tmp_path, *options, "--tokens", "100000000")
+    wait_for_syncs(tmp_path, process, 3)
+    lighthouse = proc_named(process, "lighthouse")
+    assert lighthouse is not None
+    lighthouse.kill()
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 1, output
+    assert "Traceback" not in output
+    (folder,) = tmp_path.iterdir()
+    step = saved_steps(folder)[0]
+    committed = max(e["step"] for e in journal(tmp_path) if e["kind"] == "sync" and e["committed"])
+    assert step == committed
+    assert f"saved at sync {step}; to continue: the same command with --resume {folder}" in output
+    tokens = str((step + 2) * 2 * 5 * 4 * 64)  # of two further syncs
+    process = start(tmp_path, "--resume", str(folder), "--tokens", tokens)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert [start["step"] for start in report_in(tmp_path)["starts"]] == [0, step]
+
+
+def test_an_error_that_every_start_meets_again_ends_the_run_after_three(tmp_path: Path) -> None:
+    # Gloo finds no such interface, in every trainer.
+    options = ["--replicas", "2", "--procs-per-replica", "2", *PATIENT]
+    process = start(tmp_path, *options, "--tokens", "100000", GLOO_SOCKET_IFNAME="no-such-if")
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 1, output
+    assert "the same error came 3 times before the end of the first step" in output.splitlines()[-1]
+    assert "no-such-if" in output.splitlines()[-1]
+    found = journal(tmp_path)
+    starts = [sum(e["kind"] == "detected" and e["replica"] == replica for e in found) for replica in (0, 1)]
+    assert max(starts) == 3
+    assert not any(e["kind"] == "escalated" for e in found)
 
 
 def test_an_interrupted_run_leaves_a_report_and_no_process(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from run_events import (
 )
 
 from monarch_slurm.train import curves
+from monarch_slurm.train.event_index import EventIndex
 from monarch_slurm.train.timeline import STAGES, failures
 
 
@@ -392,3 +393,19 @@ class TestCurves:
 
     def test_restarts(self):
         assert curves.restarts(eventful()) == {0: 1, 1: 3, 2: 2, 3: 2}
+
+
+def test_a_replica_that_comes_back_with_its_host_is_not_lost():
+    def event(kind, t, **fields):
+        return {"kind": kind, "t": float(t), "replica": 1, **fields}
+
+    lost = [event("replica_lost", 5), event("respawn", 9), event("replica_lost", 20)]
+    index = EventIndex(lost)
+    assert (index.lost_at(1, 4.0), index.lost_at(1, 6.0), index.lost_at(1, 10.0), index.lost_at(1)) == (
+        None,
+        5,
+        None,
+        20,
+    )
+    assert [index.is_last_word(e) for e in index.kind("replica_lost")] == [False, True]
+    assert index.lost_at(2) is None
