@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import queue
+import secrets
 import signal
 import socket
 import sys
@@ -57,6 +58,8 @@ _AGENT_SECONDS = 2.0
 
 _REMEMBERED_FAILURES = 100
 
+_PORT_RANGES = 2**20
+
 
 @dataclass
 class HostRecord:
@@ -101,7 +104,9 @@ class Client:
             self._take_in,
             self._proc_broken,
         )
-        self.runtime = Runtime(CONTROLLER, socket.gethostname(), not_in_forks(self._send), make_cell)
+        # All programs have the same address: their ports must not have the same numbers, should one get another's.
+        numbers = secrets.randbelow(_PORT_RANGES)
+        self.runtime = Runtime(CONTROLLER, socket.gethostname(), not_in_forks(self._send), make_cell, numbers)
         self.stand_ins = StandIns()
         self.hub.on_passed = self.direct.make_way
         self.hub.find_stand_in = self._find_stand_in

@@ -40,6 +40,11 @@ from monarch_slurm.wire.stream_link import large_parts_in_files
 
 logger = logging.getLogger(__name__)
 
+_NOT_OURS = (
+    "this program never had that host: the reference belongs to another program, or to an earlier run; only the "
+    "program that has spawned a mesh, and its procs, can use it"
+)
+
 _AGENT_SETTINGS = (
     "heartbeat_interval",
     "missed_heartbeats",
@@ -266,7 +271,7 @@ class Hub:
         self._host_down(host, "the connection to its agent is gone")  # if it is not known to have ended
         down = self._gone.get(host)
         if down is None:
-            down = HostDown(host, host.partition("#")[0], "no agent of this name is connected", time.time())
+            down = HostDown(host, host.partition("#")[0], _NOT_OURS, time.time())
         notice = Message("host_down", message.src, CONTROLLER, down.to_fields())
         if message.src.host == CONTROLLER.host:
             self._on_message(notice)
