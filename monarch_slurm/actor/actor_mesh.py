@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from typing import Any, Generic, TypeVar
 
 from monarch_slurm.actor.context import context
@@ -86,7 +85,8 @@ class ActorMesh(ShapedMesh, Generic[A]):
 
 @functools.lru_cache(maxsize=4096)
 def _attribute(actor_class: type, name: str) -> Any:
-    return inspect.getattr_static(actor_class, name, None)
+    """Return what instances of the class have under that name, unbound; its metaclass, ABCMeta, has more."""
+    return next((vars(base)[name] for base in actor_class.__mro__ if name in vars(base)), None)
 
 
 def check_class(actor_class: type) -> None:
@@ -96,7 +96,7 @@ def check_class(actor_class: type) -> None:
         ValueError: one does.
     """
     for name in endpoints_of(actor_class):
-        if hasattr(ActorMesh, name):
+        if _attribute(ActorMesh, name) is not None:
             raise ValueError(
                 "ActorMesh has an attribute that collides with an endpoint name: "
                 f"{name!r} of {actor_class.__qualname__}"

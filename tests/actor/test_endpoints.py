@@ -291,3 +291,23 @@ def test_an_actor_itself_is_no_mesh() -> None:
         with pytest.raises(NotImplementedError):
             use()
     assert log.logger.name == "Log"
+
+
+class Named(Actor):
+    """Its endpoints are called like what classes with abstract methods have."""
+
+    @endpoint
+    def register(self, number: int) -> int:
+        return number
+
+    @endpoint
+    def mro(self) -> str:
+        return "mine"
+
+
+def test_endpoints_may_be_called_as_members_of_metaclasses(grid: ProcMesh) -> None:
+    named: Any = grid.slice(x=0, y=0).spawn("named", Named)
+    assert (named.register.call_one(5).get(DEADLINE), named.mro.call_one().get(DEADLINE)) == (5, "mine")
+    with pytest.raises(AttributeError, match="has no endpoint or method 'register'"):
+        grid.slice(x=0, y=0).spawn("log", Log).register  # noqa: B018
+    named.stop().get(DEADLINE)
