@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ def logs(
 
     JOB is Slurm's number of the job, or its folder. Ctrl-C ends the printing, not the job.
     """
+    from monarch_slurm.job.head_news import HeadNews
     from monarch_slurm.job.locate import find_job
     from monarch_slurm.job.logs import LogView, copy_logs, follow_logs
     from monarch_slurm.job.status import answers_within
@@ -61,7 +63,8 @@ def logs(
     elif batch or host or rank:
         follow_logs(found.job_id, view)
     else:
-        follow_logs(found.job_id, view, lambda: found.folder.exit_code() is not None)
+        news = HeadNews(found.folder, time.monotonic, from_now=True)
+        follow_logs(found.job_id, view, lambda: found.folder.exit_code() is not None, news)
 
 
 def _proc_logs(folder: JobFolder) -> Path | None:

@@ -3,12 +3,13 @@
 - `base`: what every job can do: apply, state, kill, dump
 - `local`, `process`, `slurm`: the kinds of jobs; `whole`: spares in place of hosts that are not fit
 - `more_nodes`, `requested`: nodes that are asked for in the places of lost ones; `sick`: nodes to leave out
-- `request`, `container`, `share`, `submission`: what Slurm is asked for
+- `request`, `slurm_options`, `container`, `share`, `submission`: what Slurm is asked for
 - `batch`, `steps`, `node`, `supervisor`: what then runs on the head node and on each node
 - `launch`, `templates`: batch scripts that a person writes
 - `head`, `head_lock`: what if the head is lost, or there are two
 - `notice`, `requeue`: what if Slurm is about to end the job
-- `status`, `follow`, `logs`, `locate`, `diagnosis`: what became of it
+- `status`, `follow`, `head_news`, `logs`, `log_reader`, `locate`, `diagnosis`: what became of it
+- `node_states`, `health`: which nodes Slurm can give, and whether they are fit
 - `allocation`, `address`, `nodelist`: the allocation around this process
 - `checks`, `services`: what kinds of jobs share
 - `commands`, `bash_actor`, `host_shell`, `port_forwarder`: commands, terminals and tunnels on a job's hosts

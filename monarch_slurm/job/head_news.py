@@ -18,9 +18,10 @@ class HeadNews:
 
     Args:
         clock: seconds, of this process.
+        from_now: leave out the warnings that there are already.
     """
 
-    def __init__(self, folder: JobFolder, clock: Callable[[], float]) -> None:
+    def __init__(self, folder: JobFolder, clock: Callable[[], float], from_now: bool = False) -> None:
         self._folder = folder
         self._clock = clock
         self._head: HeadProcess | None = None
@@ -30,6 +31,8 @@ class HeadNews:
         self._last_warning = ""
         self.silent_node = ""
         """Name of the head node while nothing is heard from it."""
+        if from_now:
+            self._warnings()
 
     def news(self) -> list[str]:
         """Return the lines for the user that have come up since the last call."""

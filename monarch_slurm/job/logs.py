@@ -11,6 +11,7 @@ from typing import TextIO
 
 from monarch_slurm.job.errors import JobNotFoundError, SlurmUnreachableError
 from monarch_slurm.job.follow import FIRST_STATUS_SECONDS, LOG_SECONDS, print_notice
+from monarch_slurm.job.head_news import HeadNews
 from monarch_slurm.job.log_reader import LogReader, Sink
 from monarch_slurm.job.status import LONGEST_POLL, NOT_FOUND_GRACE, JobStatus, Phase, query
 
@@ -121,6 +122,7 @@ def follow_logs(
     job_id: str,
     view: LogView,
     has_ended: Callable[[], bool] = lambda: False,
+    head: HeadNews | None = None,
     notice: Callable[[str], None] = print_notice,
     ask: Callable[[str], JobStatus] = query,
     clock: Callable[[], float] = time.monotonic,
@@ -130,6 +132,7 @@ def follow_logs(
 
     Args:
         has_ended: tells before Slurm does whether nothing more will be added.
+        head: what is new of the head of the job goes to ``notice``, too.
         notice: is called with a line whenever the state of a job that does not run yet has changed.
 
     Raises:
@@ -141,6 +144,9 @@ def follow_logs(
     over = False
     while not over:
         over = has_ended()
+        for text in head.news() if head is not None else ():
+            notice(f"job {job_id}: {text}")
+            next_ask, pause = clock(), FIRST_STATUS_SECONDS
         if not over and clock() >= next_ask:
             text = ""
             try:

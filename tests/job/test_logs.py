@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from monarch_slurm.job import JobNotFoundError, JobStatus, SlurmUnreachableError
+from monarch_slurm.job.folder import JobFolder
+from monarch_slurm.job.head_news import HeadNews
 from monarch_slurm.job.logs import LogView, copy_logs, follow_logs
 
 HOST = "agent says\n[n1 w-1f 0] zero\n[n1 w-1f 1] one\n[n1 other-22 1] another\n[n1 w-1f 10] ten\n"
@@ -95,3 +97,21 @@ def test_a_job_that_slurm_has_forgotten_is_not_followed_for_ever(tmp_path: Path)
     with pytest.raises(JobNotFoundError):
         follow_logs("12", LogView([tmp_path / "x"], io.StringIO()), ask=ask, clock=lambda: now[0], sleep=sleep)
     assert now[0] > 30
+
+
+def test_whoever_reads_along_hears_of_the_head_from_then_on(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path)
+    warning = "2030-01-01 00:00:00,000 WARNING monarch_slurm.job.steps: host {} waits: 2 GPUs\n"
+    folder.batch_log.write_text(warning.format("n1"))
+    news = HeadNews(folder, lambda: 0.0, from_now=True)
+    notices: list[str] = []
+    ends = iter([False, True])
+
+    def sleep(seconds: float) -> None:
+        with folder.batch_log.open("a") as file:
+            file.write(warning.format("n2"))
+
+    view = LogView([tmp_path / "x"], io.StringIO())
+    running = JobStatus("12", "RUNNING")
+    follow_logs("12", view, lambda: next(ends), news, notices.append, lambda job: running, lambda: 0.0, sleep)
+    assert notices == ["job 12: host n2 waits: 2 GPUs"]

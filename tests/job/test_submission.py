@@ -17,6 +17,7 @@ from monarch_slurm.job import (
     NoSlurmError,
     SlurmJob,
     SubmitError,
+    submission,
 )
 from monarch_slurm.job.slurm_options import option_lines
 from monarch_slurm.job.submission import inherited_variables
@@ -406,3 +407,12 @@ def test_a_job_that_shares_nodes_gets_what_goes_with_its_gpus(fake_slurm: FakeSl
     assert wishes(gpus_per_node=2, mem="9G") == ["#SBATCH --cpus-per-task=24", "#SBATCH --mem=9G"]
     assert wishes(gpus_per_node=2, slurm_args=["--mem-per-cpu=1G"]) == ["#SBATCH --mem-per-cpu=1G"]
     assert wishes(gpus_per_node=16) == wishes() == wishes(gpus_per_node=2, exclusive=True) == []
+
+
+def test_a_wait_for_sbatch_is_announced(
+    fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(submission, "TELL_SECONDS", 0.1)
+    fake_slurm(sbatch="sleep 2; echo Submitted batch job 12")
+    SlurmJob({"hosts": 1}).apply("true")
+    assert capfd.readouterr().err == "waiting for Slurm's controller to take the job; sbatch gives up by itself\n"
