@@ -19,7 +19,17 @@ LAYERS = [
 ]  # fmt: skip
 """From the lowest. The modules of ``BASE`` lie below all of them."""
 
-BASE = {"errors", "_version", "durations", "interrupts", "monarch_keys", "rank_ranges", "tensor_memory", "transport"}
+BASE = {
+    "errors",
+    "_version",
+    "durations",
+    "interrupts",
+    "monarch_keys",
+    "prompt",
+    "rank_ranges",
+    "tensor_memory",
+    "transport",
+}
 PUBLIC = [
     "monarch_slurm",
     *(f"monarch_slurm.{name}" for name in ("wire", "host", "actor", "rdma", "collectives", "controller")),

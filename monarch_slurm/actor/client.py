@@ -41,6 +41,7 @@ from monarch_slurm.config import get_global_config, settings, warn_of_unknown_va
 from monarch_slurm.host import FailureKind, HostDown, HostInfo, Hub, ProcDown
 from monarch_slurm.host.stacks import register_stacks
 from monarch_slurm.interrupts import ignore_interrupts
+from monarch_slurm.prompt import is_at_prompt
 from monarch_slurm.wire import CONTROLLER, Address, JobKeys, Loop, Message, WireError
 from monarch_slurm.wire.runtime_dir import check_runtime_dir
 
@@ -337,8 +338,13 @@ def shutdown_context(host_timeout: float | None = None) -> Future[None]:
 
 
 def unhandled_fault_hook(failure: MeshFailure) -> None:
-    """Decide what an unhandled failure does to the program: this default ends it with status 1; returning goes on."""
-    sys.exit(1)
+    """Decide what an unhandled failure does to the program, which continues if this returns.
+
+    The default ends it with status 1. At a prompt and in a notebook it prints the failure instead.
+    """
+    if not is_at_prompt():
+        sys.exit(1)
+    print(f"nobody handled this failure:\n{failure.report()}", file=sys.stderr, flush=True)
 
 
 def _end_program(failure: MeshFailure, error: BaseException) -> None:

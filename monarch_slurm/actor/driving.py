@@ -59,6 +59,7 @@ def drive(done: Callable[[], bool], timeout: float | None = None, idle: bool = F
     Args:
         idle: this thread waits for nothing in particular, and leaves the link to one that does.
     """
+    __tracebackhide__ = True
     link = _link
     if link is None:
         return
@@ -116,6 +117,7 @@ class _Shield:
 
     def lower(self) -> None:
         """Put the handlers back, and call those that were put off."""
+        __tracebackhide__ = True
         self._up = False
         left = list(self._handlers.items())
         try:

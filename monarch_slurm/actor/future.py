@@ -14,6 +14,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 from monarch_slurm.actor import driving
 from monarch_slurm.actor.attention import Attention, attention
 from monarch_slurm.actor.signal_frames import is_of_signal_handler
+from monarch_slurm.prompt import is_at_prompt
 
 R = TypeVar("R")
 
@@ -91,6 +92,7 @@ class Future(Generic[R]):
         """Set the error; ``make`` makes it, once, on the thread that first looks at it."""
 
         def thunk() -> R:
+            __tracebackhide__ = True
             raise make()
 
         self._finish(thunk, None)
@@ -129,6 +131,7 @@ class Future(Generic[R]):
             self._thunk, self._done = None, False
 
     def _outcome(self) -> R:
+        __tracebackhide__ = True
         if self._value is _UNSET and self._error is None:
             with self._decode_lock:
                 if self._value is _UNSET and self._error is None:
@@ -156,6 +159,7 @@ class Future(Generic[R]):
                 `returns_future`, whose body has been cancelled.
             ValueError: ``timeout`` is negative, infinite or not a number.
         """
+        __tracebackhide__ = True  # notebooks leave out the frames of this module
         if timeout is not None and (math.isnan(timeout) or math.isinf(timeout) or timeout < 0):
             raise ValueError(f"invalid timeout {timeout}: seconds, 0 or more, expected")
         lazy = self._lazy
@@ -169,6 +173,7 @@ class Future(Generic[R]):
         return self._outcome()
 
     def _wait_lazily(self, lazy: Lazy, timeout: float | None) -> bool:
+        __tracebackhide__ = True
         lazy.look(self, on_loop=False)
         got = self._done
         try:
@@ -180,6 +185,7 @@ class Future(Generic[R]):
 
     def _wait(self, timeout: float | None) -> bool:
         """Wait up to ``timeout`` seconds; return whether there is a result."""
+        __tracebackhide__ = True
         end = None if timeout is None else time.monotonic() + timeout
         helper = self._helper
         if helper is not None and timeout is None and threading.current_thread() is not threading.main_thread():
@@ -198,6 +204,7 @@ class Future(Generic[R]):
 
     def _pause(self, is_over: Callable[[], bool], end: float | None, attentive: Attention | None = None) -> None:
         """Wait until ``is_over()``, or until ``end``; whoever changes what it looks at calls the waker."""
+        __tracebackhide__ = True
         try:
             self._wake_by(driving.wake, attentive)
             driving.drive(is_over, None if end is None else end - time.monotonic())
@@ -254,6 +261,7 @@ class Future(Generic[R]):
         local: asyncio.Future[R] = loop.create_future()
 
         def settle() -> None:
+            __tracebackhide__ = True
             if local.done():
                 return
             try:
@@ -284,6 +292,7 @@ class Future(Generic[R]):
         return local
 
     def __await__(self) -> Generator[Any, None, R]:
+        __tracebackhide__ = True
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -305,6 +314,8 @@ def _warn_in_loop() -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         return
+    if threading.current_thread() is threading.main_thread() and is_at_prompt():
+        return  # the loop of a notebook's kernel runs at all times, and does nothing else while a cell runs
     warnings.warn(
         "Future.get() was called from within an active event loop: it blocks every other task of the loop. "
         "Use `await` there.",

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
+import os
 import sys
 import threading
 import time
@@ -17,6 +18,8 @@ from typing import Any, NoReturn
 logger = logging.getLogger("monarch_slurm.telemetry")
 
 _NAME = "monarch_slurm"
+_PROVIDER_BY_NAME = "OTEL_PYTHON_TRACER_PROVIDER" in os.environ
+"""OpenTelemetry makes the provider when it is first asked for."""
 
 
 @contextlib.contextmanager
@@ -62,8 +65,15 @@ def traced(fn: Callable[..., Any] | None = None, *, name: str | None = None) -> 
 
 
 def recording() -> bool:
-    """Return whether anybody in this process can see spans: an SDK of OpenTelemetry, or the log."""
-    return "opentelemetry.sdk.trace" in sys.modules or logger.isEnabledFor(logging.DEBUG)
+    """Return whether anybody in this process can see spans: a provider that was set for OpenTelemetry, or the log.
+
+    The SDK may be loaded without one, as ``import torchft`` does.
+    """
+    trace: Any = sys.modules.get("opentelemetry.trace")
+    # Asked for by `get_tracer_provider`, it would be looked up in the environment, for each call.
+    if trace is not None and (_PROVIDER_BY_NAME or getattr(trace, "_TRACER_PROVIDER", None) is not None):
+        return True
+    return logger.isEnabledFor(logging.DEBUG)
 
 
 def get_meter() -> Any:

@@ -129,7 +129,7 @@ class SlurmAllocation:
         from monarch_slurm.config import settings
         from monarch_slurm.job.batch import BatchPlan
         from monarch_slurm.job.container import Container
-        from monarch_slurm.job.session import is_at_prompt, keep_going, start_session
+        from monarch_slurm.job.session import start_session
         from monarch_slurm.job.submission import check_commands, default_python
 
         check_commands()
@@ -144,10 +144,7 @@ class SlurmAllocation:
         base = Path(log_dir) if log_dir is not None else Path(os.environ.get("SLURM_SUBMIT_DIR", ".")) / "runs"
         if timeout is None:
             timeout = settings().host_join_timeout
-        hosts = start_session(self, plan, base.absolute(), take_over, timeout)
-        if is_at_prompt():
-            keep_going()
-        return hosts
+        return start_session(self, plan, base.absolute(), take_over, timeout)
 
     @staticmethod
     def from_job(job_id: JobId, run: Run = run_command) -> SlurmAllocation:

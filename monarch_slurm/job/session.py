@@ -40,7 +40,7 @@ from monarch_slurm.job.unreachable import slurm_failure
 from monarch_slurm.wire import sweep_runtime_dirs
 
 if TYPE_CHECKING:
-    from monarch_slurm.actor import HostMesh, MeshFailure
+    from monarch_slurm.actor import HostMesh
 
 MODULE = "monarch_slurm.job.session"
 
@@ -134,24 +134,6 @@ def start_session(
         raise
     _running[allocation.job_id] = supervisor, hosts
     return hosts._again()
-
-
-def is_at_prompt() -> bool:
-    """Return whether a person types what this process runs: in Python, IPython or a notebook."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or "ipykernel" in sys.modules
-
-
-def keep_going() -> None:
-    """Have failures that nobody handles printed in place of ending the program, unless it has a hook of its own."""
-    import monarch_slurm.actor as public
-    from monarch_slurm.actor.client import unhandled_fault_hook
-
-    if public.unhandled_fault_hook is unhandled_fault_hook:
-        public.unhandled_fault_hook = _print_fault
-
-
-def _print_fault(failure: MeshFailure) -> None:
-    print(f"nobody handled this failure:\n{failure.report()}", file=sys.stderr, flush=True)
 
 
 def _start_supervisor(

@@ -145,3 +145,22 @@ def test_log_records_of_the_program_say_that_they_are_of_the_root(program: Calla
     running = program(CLIENT)
     assert running.wait() == 0, running.errors()
     assert running.errors().splitlines() == ["before", "[actor=<root>] 7 %", "of another thread", "switched off"]
+
+
+SDK_WITHOUT_PROVIDER = """
+    import sys
+    import opentelemetry.sdk.trace
+    import opentelemetry.trace
+    from monarch_slurm.actor.telemetry import recording
+
+    print("loaded", recording())
+    opentelemetry.trace.set_tracer_provider(opentelemetry.sdk.trace.TracerProvider())
+    print("set", recording())
+"""
+
+
+def test_an_sdk_without_a_provider_records_nothing(program: Callable[..., Program]) -> None:
+    pytest.importorskip("opentelemetry.sdk.trace")
+    running = program(SDK_WITHOUT_PROVIDER)
+    assert running.wait() == 0, running.errors()
+    assert running.output().splitlines() == ["loaded False", "set True"]
