@@ -13,7 +13,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 from job_agents import Agent
-from support import wait_gone
+from support import Program, wait_gone
 
 import monarch_slurm.actor as public
 from monarch_slurm.actor import MeshFailure
@@ -64,6 +64,22 @@ def agents(tmp_path: Path, _hook_for_late_failures: None) -> Iterator[Callable[.
     for agent, family in zip(living, families, strict=True):
         agent.wait()
         wait_gone(*family[1:])
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Callable[..., Program]]:
+    """Starts programs that are killed after the test, should they still run."""
+    started: list[Program] = []
+
+    def start(text: str, **kwargs: dict[str, str]) -> Program:
+        folder = tmp_path / f"program{len(started)}"
+        folder.mkdir()
+        started.append(Program(folder, text, **kwargs))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield start
+    for running in started:
+        running.close()
 
 
 @pytest.fixture

@@ -37,7 +37,9 @@ from monarch_slurm.config import settings
 from monarch_slurm.host.exits import FailureKind
 from monarch_slurm.wire import Address, dumps, loads
 from monarch_slurm.wire.arriving import LostPayloadError
+from monarch_slurm.wire.limits import LimitError
 from monarch_slurm.wire.pickle_fault import explain
+from monarch_slurm.wire.task_limits import start_thread, start_timer
 
 if TYPE_CHECKING:
     from monarch_slurm.actor.messages import PortAddress
@@ -124,8 +126,12 @@ class Cell:
     # ---- for any thread
 
     def start(self) -> None:
-        """Begin: ``__init__`` runs on the actor's own thread."""
-        self._thread.start()
+        """Begin: ``__init__`` runs on the actor's own thread. An actor that cannot have one fails."""
+        try:
+            start_thread(self._thread)
+        except LimitError as error:
+            event = f"The actor {self.instance.display} and all its descendants have failed: {error}"
+            self._finish(event, None, FailureKind.ACTOR_ERROR)
 
     def put(self, call: Call) -> str:
         """Queue a message; return an empty text, or why the actor takes none any more."""
@@ -247,11 +253,10 @@ class Cell:
 
     def _start_timer(self, seconds: float, then: Callable[[], None]) -> threading.Timer:
         timer = threading.Timer(seconds, then)
-        timer.daemon = True
         with self._lock:
             if not self._down_reason:
                 self._timers.append(timer)
-                timer.start()
+                start_timer(timer, f"the stop of {self.instance.display}")
         return timer
 
     # ---- on the actor's thread

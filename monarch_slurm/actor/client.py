@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import queue
@@ -39,11 +40,21 @@ from monarch_slurm.actor.stand_ins import Pool, StandIns
 from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.config import get_global_config, settings, warn_of_unknown_variables
 from monarch_slurm.host import FailureKind, HostDown, HostInfo, Hub, ProcDown
+from monarch_slurm.host.inherited import (
+    flush_streams,
+    ignores,
+    main_thread_blocks,
+    open_standard_descriptors,
+    report_children,
+)
 from monarch_slurm.host.stacks import register_stacks
 from monarch_slurm.interrupts import ignore_interrupts
 from monarch_slurm.prompt import is_at_prompt
 from monarch_slurm.wire import CONTROLLER, Address, JobKeys, Loop, Message, WireError
+from monarch_slurm.wire.limits import LimitError, descriptor_limit
 from monarch_slurm.wire.runtime_dir import check_runtime_dir
+from monarch_slurm.wire.system_calls import check_system_calls
+from monarch_slurm.wire.task_limits import check_threads, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +71,9 @@ _AGENT_SECONDS = 2.0
 _REMEMBERED_FAILURES = 100
 
 _PORT_RANGES = 2**20
+
+_THREADS = 8
+"""Threads and processes that a client starts with its first procs, one or two spare."""
 
 
 @dataclass
@@ -84,6 +98,10 @@ class Client:
 
     def __init__(self) -> None:
         warn_of_unknown_variables()
+        open_standard_descriptors()
+        report_children()
+        check_system_calls()
+        check_threads(_THREADS, "the client")
         check_runtime_dir()  # the agent of this machine needs one; here the error reaches the caller
         self._loop = Loop()
         self.pid = os.getpid()
@@ -129,7 +147,7 @@ class Client:
         self._debugging = Debugging(self.runtime)
         self._debugging.install()
         self._console = open_console(self._loop, self.runtime, self.desk, lambda: list(self.hub.hosts.values()))
-        threading.Thread(target=self._judge_faults, name="monarch-faults", daemon=True).start()
+        start_thread(threading.Thread(target=self._judge_faults, name="monarch-faults", daemon=True))
         self._loop.start("monarch-io")
         driving.set_link(self.hub.near)
 
@@ -214,7 +232,7 @@ class Client:
     # ---- messages
 
     def _watch_stops(self) -> None:
-        threading.Thread(target=watch_stops, args=(self.desk,), name="monarch-debug", daemon=True).start()
+        start_thread(threading.Thread(target=watch_stops, args=(self.desk,), name="monarch-debug", daemon=True))
 
     def _set_local_host(self, host: str) -> None:
         self.runtime.local_host = host
@@ -305,13 +323,20 @@ def client() -> Client:
 
     Raises:
         RuntimeError: it has been shut down, this is a proc, or this process was forked from the one that had it.
+        LimitError: this process may start no more threads, or open nothing more.
+        MissingSystemCallError: the kernel refuses what this package needs.
     """
     global _client
     with _client_lock:
         if _client is None:
             if not may_boot_client():
                 raise RuntimeError("only the program itself has hosts of its own; this is one of its procs")
-            _client = Client()
+            try:
+                _client = Client()
+            except OSError as error:
+                if error.errno != errno.EMFILE:
+                    raise
+                raise LimitError(descriptor_limit("a program with actors needs about 35")) from error
         if _client.pid != os.getpid():
             raise RuntimeError("this process was forked from a client and cannot use it; start a new program instead")
         if _client.ended:
@@ -356,20 +381,33 @@ def _end_program(failure: MeshFailure, error: BaseException) -> None:
         print(f"the fault hook raised {error!r}", file=sys.stderr, flush=True)
     global _exit_code
     _exit_code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+    if ignores(signal.SIGINT) or main_thread_blocks(signal.SIGINT):
+        _leave_without_main_thread(_exit_code)
+        return
     show = sys.excepthook
     # The report says it all; where the main thread happened to be is of no interest.
     sys.excepthook = lambda kind, *rest: None if kind is KeyboardInterrupt else show(kind, *rest)
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
+def _leave_without_main_thread(code: int) -> None:
+    """End the program without its main thread, which SIGINT does not reach: a shell ignores it for background jobs."""
+
+    def leave() -> None:
+        atexit._run_exitfuncs()
+        flush_streams()
+        os._exit(code)
+
+    start_thread(threading.Thread(target=leave, name="monarch-exit", daemon=True))
+
+
 def _at_exit() -> None:
-    if _client is not None:
+    if _client is not None and threading.current_thread() is threading.main_thread():
         ignore_interrupts()  # the end takes a moment, and half an end would leave processes
     shutdown_context(_EXIT_SECONDS)
     if _exit_code:
         logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         os._exit(_exit_code)  # else Python would end by SIGINT, as which the main thread was told
 
 

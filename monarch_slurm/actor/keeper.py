@@ -27,6 +27,7 @@ from monarch_slurm.actor.messages import ProcsRestart
 from monarch_slurm.actor.restart import RestartPolicy, Restarts
 from monarch_slurm.host.exits import LOST_WITH_HOST, FailureKind, HostDown, ProcDown
 from monarch_slurm.wire import AGENT, CONTROLLER, Address, Message
+from monarch_slurm.wire.task_limits import start_thread
 
 MakeSpawn = Callable[[str, list[int], int], Message]
 """Makes the message that spawns ranks on a host as their given incarnation."""
@@ -194,7 +195,7 @@ class Keeper:
         if due is not None:
             kept.timer = threading.Timer(max(0.0, due - now), self._look_again, [kept])
             kept.timer.daemon = True
-            kept.timer.start()
+            start_thread(kept.timer)
 
     def _look_again(self, kept: _Procs) -> None:
         with self._lock:

@@ -7,12 +7,11 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Callable
 
 from monarch_slurm.config import settings
-from monarch_slurm.host import HostInfo, Hub, start_local_agent
+from monarch_slurm.host import AgentProcess, HostInfo, Hub, start_local_agent
 from monarch_slurm.host.identity import new_host_id
 from monarch_slurm.wire import Loop, Timer, sweep_runtime_dirs
 
@@ -35,7 +34,7 @@ class LocalHost:
         self._hub = hub
         self._on_new_id = on_new_id
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: AgentProcess | None = None
         self._agent_pid = 0
         self._patience: Timer | None = None
         self._closed = False
@@ -68,8 +67,8 @@ class LocalHost:
             if self._patience is not None:
                 self._patience.cancel()
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        self._loop.watch_process(process.pid, lambda: self._agent_ended(process.wait()))
+    def _watch(self, process: AgentProcess) -> None:
+        self._loop.watch_process(process.pid, lambda: self._agent_ended(process.why_ended()))
         if not self._agent_pid:
             self._patience = self._loop.call_at_deadline(settings().host_spawn_ready_timeout, self._too_slow)
 
@@ -81,7 +80,7 @@ class LocalHost:
         self._hub.give_up(self.id, self.name, cause)
         self._kill()
 
-    def _agent_ended(self, status: int) -> None:
+    def _agent_ended(self, why: str) -> None:
         with self._lock:
             host = self.id
             self._process = None
@@ -90,7 +89,7 @@ class LocalHost:
                 self._patience.cancel()
             if not self._closed:
                 self._new_id()
-        self._hub.give_up(host, self.name, f"its agent ended with status {status}")
+        self._hub.give_up(host, self.name, why)
         self._ended.set()
 
     def _kill(self) -> None:
@@ -111,7 +110,7 @@ class LocalHost:
         if process is None or self._ended.wait(timeout):
             return
         if starts:
-            process.send_signal(signal.SIGTERM)  # its guardian passes this on, and outlives it
+            process.terminate()  # its guardian passes this on, and outlives it
             if self._ended.wait(timeout + _KILL_SECONDS):
                 sweep_runtime_dirs()
                 return

@@ -13,6 +13,7 @@ from typing import Any
 
 from monarch_slurm.actor.similar_lines import STDERR, STDOUT, SimilarLines
 from monarch_slurm.wire import Message, unpack
+from monarch_slurm.wire.task_limits import start_thread
 
 MAX_KEPT_BYTES = 4 * 2**20
 """A window ends early when its lines have this length."""
@@ -46,7 +47,7 @@ class LogPrinter:
             return False
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="monarch-logs", daemon=True)
-            self._thread.start()
+            start_thread(self._thread)
         self._queue.put(message)
         return True
 

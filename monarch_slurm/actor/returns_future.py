@@ -70,7 +70,7 @@ class _Body:
             _running.add(task)
             task.add_done_callback(_running.discard)
         else:
-            threading.Thread(target=self._run_aside, args=[future], name="monarch-future", daemon=True).start()
+            start_thread(threading.Thread(target=self._run_aside, args=[future], name="monarch-future", daemon=True))
 
     def leave(self, future: Future[Any], got: bool, on_loop: bool) -> None:
         """Cancel the body if nobody else waits, and wait for its end."""

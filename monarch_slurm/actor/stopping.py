@@ -15,6 +15,7 @@ from monarch_slurm.actor.layout import ActorRef
 from monarch_slurm.actor.replies import Source
 from monarch_slurm.config import settings
 from monarch_slurm.wire import CONTROLLER, Message
+from monarch_slurm.wire.task_limits import start_timer
 
 if TYPE_CHECKING:
     from monarch_slurm.actor.runtime import Runtime
@@ -60,8 +61,7 @@ class Stopping:
         with self._lock:
             if self._left:
                 self._timer = threading.Timer(seconds, then)
-                self._timer.daemon = True
-                self._timer.start()
+                start_timer(self._timer, "the stop of actors")
 
     def _ask(self) -> None:
         layout, replies = self._ref.layout, self._runtime.replies

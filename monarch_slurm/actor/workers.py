@@ -31,6 +31,7 @@ from monarch_slurm.host.worker_address import WorkerAddress, WorkerAddressError,
 from monarch_slurm.transport import BindSpec
 from monarch_slurm.wire import BindError, Invitation, JobKeys
 from monarch_slurm.wire.shared_key import ALLOW_VARIABLE, Key, NoKeyError, choose_secret, derive_keys
+from monarch_slurm.wire.task_limits import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ def start_worker_loop_forever(*, private_key: Key | None = None, ca: Key | None 
         else:
             _end_process()
 
-    threading.Thread(target=serve, name="monarch-worker", daemon=True).start()
+    start_thread(threading.Thread(target=serve, name="monarch-worker", daemon=True))
     return ended
 
 
@@ -131,7 +132,7 @@ def attach_to_workers(
         here.hub.expect(one.candidate.host)
     if new:
         attaching = _Attaching(here, derive_keys(secret), known, new)
-        threading.Thread(target=attaching.run, name="monarch-attach", daemon=True).start()
+        start_thread(threading.Thread(target=attaching.run, name="monarch-attach", daemon=True))
     hosts = tuple(one.candidate.host for one in found)
     shape = Shape(["hosts"], Slice.new_row_major([len(hosts)]))
     return HostMesh(hosts, shape, owned=True, ready=_all_ready(found), handle=handle)

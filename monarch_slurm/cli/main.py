@@ -24,6 +24,7 @@ from monarch_slurm.cli.submit import submit
 from monarch_slurm.cli.template import template
 from monarch_slurm.cli.train import train
 from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.host.inherited import settle_inheritance
 from monarch_slurm.interrupts import ignore_interrupts
 
 
@@ -45,6 +46,11 @@ for command in (
 
 def main() -> None:
     """Run the command line; errors that the user can act on are printed without a traceback."""
+    try:
+        settle_inheritance()
+    except MonarchSlurmError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(

@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 from monarch_slurm.collectives.errors import CollectiveError, PeerLostError
+from monarch_slurm.wire.task_limits import start_thread
 
 POLL_S = 0.1
 GRACE_S = 1.0
@@ -40,7 +41,7 @@ class BackgroundErrors:
             self._watched[transport] = None
             if not self._running:
                 self._running = True
-                threading.Thread(target=self._run, name="ccl-errors", daemon=True).start()
+                start_thread(threading.Thread(target=self._run, name="ccl-errors", daemon=True))
 
     def _run(self) -> None:
         while True:

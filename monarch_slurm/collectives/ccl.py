@@ -10,6 +10,7 @@ from monarch_slurm.collectives.background import background_errors
 from monarch_slurm.collectives.checks import CCL_DTYPES, OPS, dtype_name
 from monarch_slurm.collectives.errors import CollectiveError
 from monarch_slurm.collectives.work import DeviceWork, Work
+from monarch_slurm.wire.task_limits import start_thread
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +79,7 @@ class CclTransport:
                     made.abort("nobody waits for this communicator any more")
             ready.set()
 
-        threading.Thread(target=run, name=f"ccl-join-{rank}", daemon=True).start()
+        start_thread(threading.Thread(target=run, name=f"ccl-join-{rank}", daemon=True))
         ready.wait(timeout_s)
         with lock:
             if not outcome:
@@ -176,7 +177,7 @@ class CclTransport:
         if self._end(failure):
             # The library takes half a second to end its threads: waiters are told, and a new communicator is made,
             # without waiting for that. Not a daemon: the interpreter must not end in the middle of it.
-            threading.Thread(target=self.comm.abort, args=(str(failure),), name="ccl-abort").start()
+            start_thread(threading.Thread(target=self.comm.abort, args=(str(failure),), name="ccl-abort"))
 
     def close(self, failure: BaseException) -> None:
         """Wait for what was started, then end."""

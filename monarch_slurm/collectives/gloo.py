@@ -33,6 +33,7 @@ from monarch_slurm.collectives.checks import GLOO_DTYPES
 from monarch_slurm.collectives.errors import CollectiveError, PeerLostError
 from monarch_slurm.collectives.rendezvous import own_address
 from monarch_slurm.collectives.work import HostWork, Work
+from monarch_slurm.wire.task_limits import start_thread
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +80,7 @@ class GlooTransport:
         self._depth = 0
         self._pid = os.getpid()
         self._worker = threading.Thread(target=self._run, name=f"gloo-{rank}", daemon=True)
-        self._worker.start()
+        start_thread(self._worker)
         _all.add(self)
 
     @classmethod
@@ -233,7 +234,7 @@ class GlooTransport:
         """Fail everything that is pending and all that comes."""
         if self._end(failure):
             # Not a daemon: the interpreter must not end in the middle of it.
-            threading.Thread(target=self._break, name="gloo-abort").start()
+            start_thread(threading.Thread(target=self._break, name="gloo-abort"))
 
     def close(self, failure: BaseException) -> None:
         """Wait for what was started, then end."""

@@ -19,6 +19,7 @@ from monarch_slurm.collectives.peers import Membership, enroll, lose
 from monarch_slurm.collectives.rendezvous import Invitation, invite
 from monarch_slurm.host.identity import ADDRESS_VARIABLE
 from monarch_slurm.wire import Address
+from monarch_slurm.wire.task_limits import start_thread
 
 T = TypeVar("T")
 
@@ -114,7 +115,7 @@ def _on_thread(function: Callable[[], T]) -> Future[T]:
         except BaseException as error:  # whoever waits gets it
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name="communicator-join", daemon=True).start()
+    start_thread(threading.Thread(target=run, name="communicator-join", daemon=True))
     return outcome
 
 

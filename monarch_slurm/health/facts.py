@@ -17,11 +17,12 @@ import psutil
 from monarch_slurm.gpu import gpu_devices, gpu_platform
 from monarch_slurm.native_build import built_native, torch_folder
 from monarch_slurm.rdma.verbs_devices import ports
+from monarch_slurm.wire.system_calls import refused
 
 _ROOT = Path("/")
 _PACKAGES = ("monarch_slurm", "torch", "torchft", "numpy", "pyzmq", "submitit")
 _PROGRAMS = ("sbatch", "srun", "squeue", "scontrol", "sacct", "c++", "g++")
-_OURS = ("ms-zygote", "monarch_slurm.host", "monarch_slurm.job")
+_OURS = ("monarch_slurm proc", "monarch_slurm zygote", "monarch_slurm.host", "monarch_slurm.job")
 
 Facts = dict[str, Any]
 """Facts of one host: values that JSON knows, by name; None where nothing says."""
@@ -37,6 +38,10 @@ def collect(root: Path = _ROOT) -> Facts:
         "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0],
         "time": time.time(),
         "kernel": platform.release(),
+        "refused_calls": [
+            {"name": call.name, "since": call.since, "reason": reason, "without": call.without}
+            for call, reason in refused()
+        ],
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "programs": {name: shutil.which(name) is not None for name in _PROGRAMS},

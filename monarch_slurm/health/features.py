@@ -58,13 +58,15 @@ def features(facts: Facts, no_controller: str = "") -> list[Feature]:
     missing = [name for name in ("sbatch", "srun", "squeue") if not programs[name]]
     no_slurm = f"{', '.join(missing)} not on the PATH" if missing else no_controller
     train = [name for name in ("torch", "torchft", "numpy") if not packages[name]]
+    needed = [call for call in facts["refused_calls"] if not call["without"]]
+    no_actors = ", ".join(f"the kernel refuses {call['name']} (Linux {call['since']})" for call in needed)
     return [
-        Feature("actors", True, "on this machine and in jobs"),
+        Feature("actors", not no_actors, no_actors or "on this machine and in jobs"),
         Feature("Slurm jobs", not no_slurm, no_slurm or "submission and steps"),
         Feature(
             "training",
-            not train,
-            f"not installed: {', '.join(train)}" if train else "on CPUs" if gpu_why else "on GPUs",
+            not (train or no_actors),
+            f"not installed: {', '.join(train)}" if train else no_actors or ("on CPUs" if gpu_why else "on GPUs"),
         ),
         Feature("training on GPUs", not gpu_why, gpu_why or f"{facts['torch_gpu']}, {len(gpus)} devices"),
         Feature("native modules", not unbuilt or bool(compiler), modules),

@@ -246,6 +246,18 @@ def _plural(count: int, what: str, ending: str) -> str:
     return f"{count} {what}{ending if count != 1 else ''}"
 
 
+def _system_calls(facts: Facts) -> Iterator[Found]:
+    if not facts["refused_calls"]:
+        yield OK, "all there", ""
+    for call in facts["refused_calls"]:
+        advice = "use a newer kernel, or allow it in the seccomp list of the container"
+        value = f"{call['name']} (Linux {call['since']}): {call['reason']}"
+        if call["without"]:
+            yield WARN, f"{value}; {call['without']}", advice
+        else:
+            yield BAD, f"{value}; nothing works without it", advice
+
+
 _CHECKS: dict[str, Callable[[Facts], Iterator[Found]]] = {
     "GPUs": _gpus,
     "GPUs answer": _answers,
@@ -255,6 +267,7 @@ _CHECKS: dict[str, Callable[[Facts], Iterator[Found]]] = {
     "NUMA balancing": _numa,
     "locked memory": _memlock,
     "open files": _files,
+    "system calls": _system_calls,
     "shared memory": _shm,
     "temporary files": _tmp,
     "RDMA links": _rdma,

@@ -11,10 +11,11 @@
 from monarch_slurm.host.exits import FailureKind, HostDown, ProcDown
 from monarch_slurm.host.hub import HostInfo, Hub
 from monarch_slurm.host.identity import ADDRESS_VARIABLE, NoControllerError
-from monarch_slurm.host.start import serve, start_local_agent
+from monarch_slurm.host.start import AgentProcess, serve, start_local_agent
 
 __all__ = [
     "ADDRESS_VARIABLE",
+    "AgentProcess",
     "FailureKind",
     "HostDown",
     "HostInfo",

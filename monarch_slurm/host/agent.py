@@ -48,6 +48,7 @@ from monarch_slurm.wire import (
 )
 from monarch_slurm.wire.arriving import Holding
 from monarch_slurm.wire.runtime_dir import SOCKET_NAME, sweep_away
+from monarch_slurm.wire.task_limits import zmq_context
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class Agent:
         self._exit_code, self._ending = ENDED, False
         self._runtime_dir = make_runtime_dir()
         self._socket_path = self._runtime_dir / SOCKET_NAME
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq_context()
         self._mailboxes = Mailboxes(host, name)
         self._owners: dict[str, Address] = {}
         self._restartable: set[str] = set()

@@ -18,6 +18,7 @@ from monarch_slurm.host.worker_address import WorkerAddress, resolve, split_tcp
 from monarch_slurm.wire import Invitation, JobKeys, pack, unpack
 from monarch_slurm.wire.plain import UnpackError
 from monarch_slurm.wire.sockets import connect_tcp, make_dealer
+from monarch_slurm.wire.task_limits import zmq_context
 
 _ATTEMPT_SECONDS = 5.0
 """Seconds that a worker has to answer at the first attempt; each further attempt gives it twice as long."""
@@ -88,7 +89,7 @@ def attach_all(
         reach: returns what is to be dialled for a worker's URL.
     """
     end = time.monotonic() + timeout
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq_context()
     context.set(zmq.MAX_SOCKETS, 4 * _THREADS)
     accepted: list[Candidate] = []
 

@@ -18,6 +18,7 @@ from monarch_slurm.host.attaching import AttachError, TryAgainError, ask_worker
 from monarch_slurm.host.tunnel import Target, Tunnel
 from monarch_slurm.host.worker_address import WorkerAddress, resolve, split_tcp
 from monarch_slurm.wire import JobKeys, Loop, pack, unpack
+from monarch_slurm.wire.task_limits import zmq_context
 
 SILENCE_SECONDS = 60.0
 """After so long without a sign of life from its program, a tunnel is closed."""
@@ -90,7 +91,7 @@ class Gateway:
         self, keys: JobKeys, address: WorkerAddress, program: str, hub: Callable[[], Target], timeout: float
     ) -> None:
         end = time.monotonic() + timeout
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq_context()
         request = {"gateway": True, "identity": address.identity, "program": program}
         while True:
             try:

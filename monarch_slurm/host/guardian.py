@@ -7,7 +7,6 @@ those had started. The guardian is a subreaper, so all that becomes its child, h
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -17,6 +16,10 @@ from typing import NoReturn
 
 from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.host import kernel
+from monarch_slurm.host.inherited import flush_streams
+from monarch_slurm.host.shared_memory_files import CLEANER_SECONDS, SharedMemoryFiles, cleans_up
+from monarch_slurm.wire.limits import LimitError
+from monarch_slurm.wire.task_limits import task_limit
 
 FORWARDED = (signal.SIGTERM, signal.SIGHUP)
 
@@ -26,31 +29,49 @@ def guard(run_agent: Callable[[], int]) -> int:
 
     A child that a signal ended counts as 128 and the signal's number, as in a shell. ``run_agent`` gets a process
     without other threads, whatever this one has.
+
+    Raises:
+        LimitError: the child cannot be started.
     """
-    before = set(kernel.children())
+    before, started = set(kernel.children()), time.time()
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # none may come before there is somebody to pass it to
     guardian = os.getpid()
-    agent = os.fork()
+    flush_streams()  # or the child would write once more what is buffered
+    try:
+        agent = os.fork()
+    except OSError as error:
+        raise LimitError(task_limit("the agent cannot be started", error)) from None
     if agent == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         _be_agent(run_agent, guardian)
     kernel.become_subreaper()
-    agent_fd = os.pidfd_open(agent)
-
-    def forward(number: int, frame: object) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            signal.pidfd_send_signal(agent_fd, number)
-
-    before_guarding = {number: signal.signal(number, forward) for number in FORWARDED}
+    before_guarding = {
+        number: signal.signal(number, lambda number, frame: kernel.send(agent, number)) for number in FORWARDED
+    }
     before_guarding[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    _, status = os.waitpid(agent, 0)
+    _wait_for(agent)
+    # Until the agent is reaped, its pid is nobody else's; from here on no signal is passed on.
     for number, handler in before_guarding.items():
         signal.signal(number, handler)
-    os.close(agent_fd)
-    end_children(lambda: [pid for pid in kernel.children() if pid not in before])
+    _, status = os.waitpid(agent, 0)
+    memory = SharedMemoryFiles()
+    for left in end_children(lambda: [pid for pid in kernel.children() if pid not in before]):
+        memory.note(left, started)
+    memory.sweep()
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
+
+
+def _wait_for(agent: int) -> None:
+    """Wait for the end of the agent, but leave it to be reaped. As process 1 of a PID namespace, reap orphans, too."""
+    while os.getpid() == 1:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        if ended is not None and ended.si_pid == agent:
+            return
+        if ended is not None:
+            os.waitpid(ended.si_pid, 0)
+    os.waitid(os.P_PID, agent, os.WEXITED | os.WNOWAIT)
 
 
 def _be_agent(run_agent: Callable[[], int], guardian: int) -> NoReturn:
@@ -60,25 +81,35 @@ def _be_agent(run_agent: Callable[[], int], guardian: int) -> NoReturn:
         code = run_agent()
     except MonarchSlurmError as error:
         print(f"error: {error}", file=sys.stderr)
+    except SystemExit as end:  # a signal came before the agent was ready for it
+        code = end.code if isinstance(end.code, int) else 1
     except BaseException:  # the last frame of the process: nothing above could tell of it
         sys.excepthook(*sys.exc_info())
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except (OSError, ValueError):
-                continue
+        flush_streams()
         os._exit(code)
 
 
-def end_children(children: Callable[[], list[int]]) -> None:
-    """Kill and reap children, and those that become children when their parents end, until there are none."""
+def end_children(children: Callable[[], list[int]]) -> set[int]:
+    """Kill and reap children, and those that become children when their parents end, until there are none.
+
+    Those that clean up shared memory after others get `CLEANER_SECONDS` to end by themselves.
+
+    Returns:
+        The pids of all of them.
+    """
+    ended: set[int] = set()
+    deadline = time.monotonic() + CLEANER_SECONDS
     while pids := children():
+        ended.update(pids)
+        late = time.monotonic() > deadline
         for pid in pids:
-            kernel.kill(pid)
+            if late or not cleans_up(pid):
+                kernel.kill(pid)
         for pid in pids:
             try:
                 os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:
                 continue
         time.sleep(0.001)
+    return ended

@@ -37,6 +37,7 @@ from monarch_slurm.wire import (
 from monarch_slurm.wire.agent_links import AgentLinks
 from monarch_slurm.wire.sockets import bind_tcp, make_router
 from monarch_slurm.wire.stream_link import large_parts_in_files
+from monarch_slurm.wire.task_limits import zmq_context
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class Hub:
         self._liveness = Liveness(self._network_limit, current.unresponsive_agent_timeout)
         self._relayed: set[str] = set()
         """Hosts whose connection ends at a process in between: what this kernel knows of it tells nothing of them."""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq_context()
         router = make_router(self._context)
         self._gatekeeper = Gatekeeper(self._context, router, keys)
         loop.call_soon(lambda: self._gatekeeper.attach(loop))

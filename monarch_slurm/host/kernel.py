@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Collection
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -30,9 +32,19 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def set_name(name: str) -> None:
-    """Set the name that ps and top show; the kernel keeps 15 bytes."""
+def set_title(title: str, name: str) -> None:
+    """Set what ps and top show of this process: its command line, and its name, of which the kernel keeps 15 bytes.
+
+    The title is cut to the length of the command line that the process was started with: it is written over that, in
+    memory which a forked process shares with nobody. The environment, which lies behind, stays as it is.
+    """
     _prctl(_PR_SET_NAME, name.encode()[:15])
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, fields 48 and 49 of proc(5)
+    size = end - start
+    if start and size > 0:
+        ctypes.memmove(start, title.encode()[: size - 1].ljust(size, b"\0"), size)
 
 
 def children() -> list[int]:
@@ -47,10 +59,23 @@ def children() -> list[int]:
     return found
 
 
+def reap(known: Collection[int]) -> None:
+    """Reap the children of this process that have ended, but for those in ``known``, which somebody waits for."""
+    for pid in children():
+        if pid not in known:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
 def kill(pid: int) -> None:
     """Kill process ``pid``, unless it is gone already."""
+    send(pid, signal.SIGKILL)
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to process ``pid``, unless it is gone already."""
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
     except ProcessLookupError:
         return
 
@@ -61,6 +86,16 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         return
+
+
+def kill_group_but(pid: int, spared: Collection[int]) -> None:
+    """Kill the processes of the group that ``pid`` leads, but for those in ``spared``."""
+    if not spared:
+        kill_group(pid)
+        return
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal() and int(entry.name) not in spared and family(int(entry.name))[0] == pid:
+            kill(int(entry.name))
 
 
 def family(pid: int) -> tuple[int, int]:

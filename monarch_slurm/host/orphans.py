@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 
 from monarch_slurm.host import kernel
+from monarch_slurm.host.shared_memory_files import CLEANER_SECONDS, cleans_up
 from monarch_slurm.wire import Loop
 
 PROC_VARIABLE = "MONARCH_SLURM_PROC"
@@ -27,6 +28,7 @@ class Orphans:
         procs: names and pids of the procs that live.
         known: pids of children that are none of this class's business.
         unsettled: whether a child may be there that ``known`` does not name yet.
+        on_reaped: called with the pid of each orphan that has ended.
     """
 
     def __init__(
@@ -35,12 +37,16 @@ class Orphans:
         procs: Callable[[], Mapping[str, int]],
         known: Callable[[], set[int]],
         unsettled: Callable[[], bool],
+        on_reaped: Callable[[int], None],
     ) -> None:
         self._loop = loop
         self._procs = procs
         self._known = known
         self._unsettled = unsettled
+        self._on_reaped = on_reaped
         self._armed = False
+        self._cleaners: dict[int, float] = {}
+        """Processes that clean up after dead procs, and until when they may."""
 
     def sweep(self) -> None:
         """Kill orphans of procs that are gone, and reap those that have ended; look again until there are none."""
@@ -51,13 +57,24 @@ class Orphans:
         procs = dict(self._procs())
         again = False
         for pid in kernel.children():
-            if pid in known or _reap(pid):
+            if pid in known:
+                continue
+            if _reap(pid):
+                self._on_reaped(pid)
                 continue
             if not _comes_from_one_of(pid, procs):
-                kernel.kill(pid)
+                if not self._may_clean_up(pid):
+                    kernel.kill(pid)
                 again = True
         if again:
             self._look_again()
+
+    def _may_clean_up(self, pid: int) -> bool:
+        if not cleans_up(pid):
+            return False
+        now = self._loop.clock()
+        self._cleaners = {one: until for one, until in self._cleaners.items() if until > now - CLEANER_SECONDS}
+        return now < self._cleaners.setdefault(pid, now + CLEANER_SECONDS)
 
     def _look_again(self) -> None:
         if not self._armed:

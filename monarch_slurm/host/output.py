@@ -12,6 +12,8 @@ import threading
 from collections import deque
 from pathlib import Path
 
+from monarch_slurm.wire.task_limits import start_thread
+
 MAX_WAITING_BYTES = 16 * 2**20
 
 STDOUT, STDERR = 1, 2
@@ -27,7 +29,7 @@ class Output:
         self._left_out: dict[int, int] = {}
         self._busy = False
         self._dead: set[int] = set()
-        threading.Thread(target=self._run, name="output", daemon=True).start()
+        start_thread(threading.Thread(target=self._run, name="output", daemon=True))
 
     def write(self, fd: int, line: str) -> None:
         """Queue a line for descriptor ``fd``. For any thread; never waits."""

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import monarch_slurm
+from monarch_slurm.host import kernel
+from monarch_slurm.host.inherited import settle_inheritance
 from monarch_slurm.wire import pack, unpack
 
 PACKET_BYTES = 128 * 1024
@@ -97,10 +99,19 @@ def become_command(spec: ProcSpec) -> NoReturn:
         ) from None
 
 
+def set_proc_title(spec: ProcSpec) -> None:
+    """Have ps and top show which proc this process is."""
+    kernel.set_title(
+        f"monarch_slurm proc {spec.mesh} rank {spec.rank} on {spec.host_name}", f"ms-{spec.rank}-{spec.mesh}"
+    )
+
+
 def main() -> int:
     """Run the proc that `become_command` was asked for."""
+    settle_inheritance()
     with os.fdopen(int(os.environ.pop(_SPEC_VARIABLE)), "rb") as file:
         spec = ProcSpec(**unpack(file.read()))
+    set_proc_title(spec)
     for path in reversed(spec.sys_path):
         if path not in sys.path:
             sys.path.insert(0, path)

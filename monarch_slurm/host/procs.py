@@ -18,9 +18,10 @@ from monarch_slurm.host.logs import LineReader, ProcLog
 from monarch_slurm.host.orphans import Orphans
 from monarch_slurm.host.output import Output
 from monarch_slurm.host.proc import PACKET_BYTES, ProcSpec, pack_request
+from monarch_slurm.host.shared_memory_files import SharedMemoryFiles, cleans_up
 from monarch_slurm.host.zygote_link import ZygoteLink
 from monarch_slurm.wire import Loop, Message, Timer, dumps
-from monarch_slurm.wire.limits import descriptor_limit, descriptors_left
+from monarch_slurm.wire.limits import LimitError, descriptor_limit, descriptors_left
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,9 @@ DRAIN_SECONDS = 0.5
 """Longest wait, after a proc's end and before it is told, for what the proc had sent. Mostly that is there at once."""
 
 LOOK_SECONDS = 0.001
+
+_MEMORY_SECONDS = 0.1
+"""From a proc's end to the removal of its shared memory: one look for all that end together."""
 
 DESCRIPTORS_PER_PROC = 6
 """What this process opens for a proc: pipes for its output (while it is born, both ends), a pidfd, its connection."""
@@ -39,7 +43,7 @@ class _Proc:
     log: ProcLog
     readers: list[LineReader]
     pid: int = 0
-    pidfd: int = -1
+    reaped: bool = False
     stopping: bool = False
     signal_at_birth: int = 0
     patience: Timer | None = None
@@ -51,6 +55,11 @@ class _Proc:
     kind: FailureKind | None = None
     """Of the failure that it ends itself for."""
     ended_at: float = 0.0
+
+    @property
+    def lives(self) -> bool:
+        """Whether it was forked and is not reaped."""
+        return self.pid != 0 and not self.reaped
 
 
 class ProcTable:
@@ -84,7 +93,16 @@ class ProcTable:
         self._procs: dict[str, _Proc] = {}
         self._zygote: ZygoteLink | None = None
         self._zygotes: set[ZygoteLink] = set()
-        self._orphans = Orphans(loop, self.pids, self._known, lambda: any(zygote.asked for zygote in self._zygotes))
+        self._shared_memory = SharedMemoryFiles()
+        self._sweeps_memory = False
+        self._started_at = time.time()
+        self._orphans = Orphans(
+            loop,
+            self.pids,
+            self._known,
+            lambda: any(zygote.asked for zygote in self._zygotes),
+            lambda pid: self._shared_memory.note(pid, self._started_at),
+        )
         kernel.become_subreaper()
 
     def __len__(self) -> int:
@@ -120,7 +138,7 @@ class ProcTable:
 
     def pids(self) -> dict[str, int]:
         """Return the names and pids of the procs that run."""
-        return {name: proc.pid for name, proc in self._procs.items() if proc.pidfd >= 0}
+        return {name: proc.pid for name, proc in self._procs.items() if proc.lives}
 
     def read_logs(self) -> None:
         """Read the lines that procs have written by now."""
@@ -131,7 +149,10 @@ class ProcTable:
 
     def warm(self) -> None:
         """Start the zygote now, so that the first spawn need not wait for it."""
-        self._warm_zygote()
+        try:
+            self._warm_zygote()
+        except LimitError as error:
+            logger.warning("%s; trying again when procs are asked for", error)
 
     def renew(self) -> None:
         """Replace the zygote, in case procs inherit what makes them fail. Procs that run are left alone."""
@@ -160,7 +181,16 @@ class ProcTable:
                 continue
             self._loop.call_soon(lambda name=spec.proc, why=why: self._end(name, f"NotStarted({why})"))  # type: ignore[misc]
         if fitting:
-            self._warm_zygote().ask(fitting)
+            self._ask(fitting)
+
+    def _ask(self, specs: list[ProcSpec]) -> None:
+        try:
+            zygote = self._warm_zygote()
+        except LimitError as error:
+            for spec in specs:
+                self._loop.call_soon(lambda name=spec.proc, why=str(error): self._not_born(name, why))  # type: ignore[misc]
+        else:
+            zygote.ask(specs)
 
     def reported(self, name: str) -> None:
         """Note that a proc has reported, so that its start is over."""
@@ -182,7 +212,7 @@ class ProcTable:
             proc.signal_at_birth = number
             if number == signal.SIGKILL and self._zygote is not None and self._zygote.withdraw(name):
                 self._loop.call_soon(lambda: self._end(name, proc.why_ended or _KILLED))
-        elif proc.pidfd >= 0:
+        elif proc.lives:
             _send_signal(proc, number)
 
     def expect_end(self, name: str, seconds: float, why: str = "") -> None:
@@ -213,12 +243,18 @@ class ProcTable:
     def close(self) -> None:
         """Kill everything and the zygotes; return when all of it is gone."""
         for proc in self._procs.values():
-            if proc.pidfd >= 0:
+            if proc.lives:
                 _send_signal(proc, signal.SIGKILL)
         for zygote in self._zygotes:
             zygote.kill()
         # The zygotes are dead, so no new child can appear but orphans of those that are being killed here.
-        end_children(kernel.children)
+        for pid in end_children(kernel.children):
+            self._shared_memory.note(pid, self._started_at)
+        self._shared_memory.sweep()
+
+    def _sweep_memory(self) -> None:
+        self._sweeps_memory = False
+        self._shared_memory.sweep()
 
     def _kill_if_same(self, name: str, proc: _Proc) -> None:
         if self._procs.get(name) is proc:
@@ -228,7 +264,9 @@ class ProcTable:
 
     def _warm_zygote(self) -> ZygoteLink:
         if self._zygote is None:
-            self._zygote = ZygoteLink(self._loop, self._preload, self._pipes, self._born, self._zygote_ended)
+            self._zygote = ZygoteLink(
+                self._loop, self._preload, self._pipes, self._born, self._not_born, self._zygote_ended
+            )
             self._zygotes.add(self._zygote)
         return self._zygote
 
@@ -240,7 +278,7 @@ class ProcTable:
             logger.warning("%s while it preloaded %r; going on without", why, zygote.preload)
             self._preload = ""
             if zygote.waiting:
-                self._warm_zygote().ask(zygote.waiting)
+                self._ask(zygote.waiting)
             return
         for name in [*zygote.asked, *(spec.proc for spec in zygote.waiting)]:
             if name in self._procs:
@@ -274,13 +312,16 @@ class ProcTable:
     def _born(self, name: str, pid: int) -> None:
         proc = self._procs[name]
         proc.pid = pid
-        proc.pidfd = os.pidfd_open(pid)
-        self._loop.add_reader(proc.pidfd, lambda: self._ended(name))
+        self._loop.watch_process(pid, lambda: self._ended(name))
         if proc.signal_at_birth:
             _send_signal(proc, proc.signal_at_birth)
         seconds = proc.spec.settings.get("proc_start_timeout") or settings().proc_start_timeout
         if not proc.reported:
             proc.patience = self._loop.call_at_deadline(seconds, lambda: self._too_slow(name, seconds))
+
+    def _not_born(self, name: str, why: str) -> None:
+        if name in self._procs:
+            self._end(name, f"NotStarted({why})")
 
     def _too_slow(self, name: str, seconds: float) -> None:
         self._procs[
@@ -290,19 +331,22 @@ class ProcTable:
 
     def _ended(self, name: str) -> None:
         proc = self._procs[name]
-        kernel.kill_group(proc.pid)  # what it started ends with it; while it is not reaped its pid is nobody else's
+        # What it started ends with it; while it is not reaped its pid is nobody else's.
+        known = self._known()
+        kernel.kill_group_but(proc.pid, [pid for pid in kernel.children() if pid not in known and cleans_up(pid)])
         try:
-            result = os.waitid(os.P_PIDFD, proc.pidfd, os.WEXITED | os.WNOHANG)
+            result = os.waitid(os.P_PID, proc.pid, os.WEXITED | os.WNOHANG)
         except ChildProcessError:  # still the midwife's child: it ends in a moment
-            self._loop.remove_reader(proc.pidfd)
-            self._loop.call_later(LOOK_SECONDS, lambda: self._loop.add_reader(proc.pidfd, lambda: self._ended(name)))
-            return
+            result = None
         if result is None:
+            self._loop.call_later(LOOK_SECONDS, lambda: self._ended(name))
             return
         proc.ended_at = time.time()
-        self._loop.remove_reader(proc.pidfd)
-        os.close(proc.pidfd)
-        proc.pidfd = -1
+        proc.reaped = True
+        self._shared_memory.note(proc.pid, proc.asked_at)
+        if not self._sweeps_memory:
+            self._sweeps_memory = True
+            self._loop.call_later(_MEMORY_SECONDS, self._sweep_memory)
         if proc.patience is not None:
             proc.patience.cancel()
         self._orphans.sweep()
@@ -341,16 +385,11 @@ class ProcTable:
     # ---- orphans
 
     def _known(self) -> set[int]:
-        return {proc.pid for proc in self._procs.values() if proc.pidfd >= 0} | {zygote.pid for zygote in self._zygotes}
+        return {proc.pid for proc in self._procs.values() if proc.lives} | {zygote.pid for zygote in self._zygotes}
 
 
 _KILLED = describe_exit(os.CLD_KILLED, int(signal.SIGKILL))
 
 
 def _send_signal(proc: _Proc, number: int) -> None:
-    try:
-        signal.pidfd_send_signal(proc.pidfd, number)
-    except ProcessLookupError:
-        return
-    if number == signal.SIGKILL:
-        kernel.kill_group(proc.pid)
+    kernel.send(proc.pid, number)  # only this process reaps it, so the pid is nobody else's

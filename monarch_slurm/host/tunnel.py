@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from monarch_slurm.wire.task_limits import start_thread
+
 logger = logging.getLogger(__name__)
 
 WINDOW_BYTES = 1 << 20
@@ -52,7 +54,7 @@ class Tunnel:
         self._connections: dict[int, _Connection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="monarch-tunnel", daemon=True).start()
+        start_thread(threading.Thread(target=self._loop.run_forever, name="monarch-tunnel", daemon=True))
 
     def listen(self, ip: str, to: Target | None) -> int:
         """Listen at an ephemeral port of ``ip``, which is returned; connections lead ``to``, or to the other end's

@@ -11,25 +11,37 @@ import contextlib
 import errno
 import logging
 import os
+import signal
 import socket as sockets
 import subprocess
+import threading
 from typing import Any
 
 import zmq
 
 from monarch_slurm.config import settings
+from monarch_slurm.host import kernel
 from monarch_slurm.host.agent import ENDED
 from monarch_slurm.host.gateway import GatewayEnd
 from monarch_slurm.host.identity import pid_space
-from monarch_slurm.host.start import start_local_agent
+from monarch_slurm.host.inherited import open_standard_descriptors, report_children
+from monarch_slurm.host.start import AgentProcess, start_local_agent
 from monarch_slurm.host.worker_address import WorkerAddress, resolve, split_tcp
 from monarch_slurm.wire import BindError, Gatekeeper, Invitation, JobKeys, Loop, pack, unpack
+from monarch_slurm.wire.limits import LimitError
 from monarch_slurm.wire.plain import UnpackError
 from monarch_slurm.wire.sockets import BACKLOG, bind, guard_with_curve, make_router, only_this_user
+from monarch_slurm.wire.system_calls import check_system_calls
+from monarch_slurm.wire.task_limits import zmq_context
 
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 1 << 20
+
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+_REAP_SECONDS = 1.0
+"""Pause between two looks for ended orphans, of process 1."""
 
 _END_MARGIN = 2.0
 """Seconds that an agent may take beyond its procs."""
@@ -43,13 +55,18 @@ class Worker:
 
     Raises:
         BindError: the address cannot be listened at.
+        LimitError: this process may start no more threads.
+        MissingSystemCallError: the kernel lacks what agents need.
     """
 
     def __init__(self, keys: JobKeys, address: WorkerAddress) -> None:
+        open_standard_descriptors()
+        report_children()
+        check_system_calls()
         self._identity = address.identity
         self._name = str(address)
         self._loop = Loop()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq_context()
         self._router = make_router(self._context)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self._gatekeeper = Gatekeeper(self._context, self._router, keys)
@@ -59,7 +76,7 @@ class Worker:
         except BindError:
             self._close()
             raise
-        self._agent: subprocess.Popen[bytes] | None = None
+        self._agent: AgentProcess | None = None
         self._gateway = GatewayEnd(self._loop, self._reply, address)
         self._serves: dict[str, Any] = {}
         """The request of the program that has this worker."""
@@ -72,7 +89,18 @@ class Worker:
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def serve(self) -> None:
-        """Be a host of one program after the other, until one of them shuts its hosts down."""
+        """Be a host of one program after the other, until one of them shuts its hosts down.
+
+        On the main thread, SIGTERM and SIGHUP end the agent and its procs in order, as also for process 1 of a
+        container, unless the program has handlers for them or ignores them.
+
+        Raises:
+            SystemExit: one of these signals came; with 128 and its number, as a shell has it.
+        """
+        ended_by: list[int] = []
+        taken = self._take_signals(ended_by)
+        if os.getpid() == 1:
+            self._reap_orphans(frozenset(kernel.children()))
         self._gatekeeper.attach(self._loop)
         self._loop.add_reader(int(self._router.getsockopt(zmq.FD)), self._read)
         self._loop.call_soon(self._read)
@@ -82,6 +110,33 @@ class Worker:
             self._gateway.close()
             self._end_agent()
             self._close()
+            if taken:
+                signal.set_wakeup_fd(-1)
+            for number in taken:
+                signal.signal(number, signal.SIG_DFL)
+        if ended_by:
+            raise SystemExit(128 + ended_by[0])
+
+    def _take_signals(self, ended_by: list[int]) -> list[signal.Signals]:
+        if threading.current_thread() is not threading.main_thread():
+            return []
+        taken = [number for number in _ENDING_SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+
+        def stop(number: int, frame: object) -> None:
+            ended_by.append(number)
+            self._loop.stop()
+
+        if taken:
+            self._loop.call_on_signals(taken, self._loop.stop)
+        for number in taken:
+            signal.signal(number, stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, taken)
+        return taken
+
+    def _reap_orphans(self, known: frozenset[int]) -> None:
+        """As process 1 of a PID namespace, this process is the parent of all orphans there."""
+        kernel.reap(known | ({self._agent.pid} if self._agent is not None else set()))
+        self._loop.call_later(_REAP_SECONDS, lambda: self._reap_orphans(known))
 
     def stop(self) -> None:
         """End `serve`. For any thread."""
@@ -120,15 +175,17 @@ class Worker:
             return self._gateway.open(peer)
         invitation, host = Invitation(**request["invitation"]), request["host"]
         if self._agent is None:
-            self._serves = request
+            try:
+                agent = start_local_agent(
+                    invitation, host, request["name"], with_settings=request["settings"], own_environment=True
+                )
+            except LimitError as error:
+                return _refusal(str(error))
+            self._agent, self._serves = agent, request
             logger.info("worker %s: attached to by %s", self._name, request["who"])
             self.served_this_process = (
                 invitation.controller_pid == os.getpid() and invitation.controller_host == pid_space()
             )
-            agent = start_local_agent(
-                invitation, host, request["name"], with_settings=request["settings"], own_environment=True
-            )
-            self._agent = agent
             self._loop.watch_process(agent.pid, lambda: self._agent_ended(agent.wait()))
         elif self._serves["program"] != program:
             return _refusal(f"it serves {self._serves['who']} until that ends", later=True)

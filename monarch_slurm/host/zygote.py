@@ -21,11 +21,15 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
+from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.host import kernel, numa
+from monarch_slurm.host.finalising import end_in_order, prepare_forks
 from monarch_slurm.host.identity import take_no_sigterm
+from monarch_slurm.host.inherited import flush_streams, settle_inheritance
 from monarch_slurm.host.orphans import PROC_VARIABLE
-from monarch_slurm.host.proc import PACKET_BYTES, ProcSpec, become_command, run_proc
+from monarch_slurm.host.proc import PACKET_BYTES, ProcSpec, become_command, run_proc, set_proc_title
 from monarch_slurm.wire import pack, unpack
+from monarch_slurm.wire.task_limits import task_limit
 
 
 def preload(modules: list[str]) -> list[str]:
@@ -53,14 +57,16 @@ def main() -> None:
     """Serve the agent on the socket whose descriptor is the first argument, until it closes."""
     fd, agent = int(sys.argv[1]), int(sys.argv[2])
     modules = [entry for entry in sys.argv[3].split(",") if entry]
+    settle_inheritance()
     kernel.die_with_parent(agent)
-    kernel.set_name("ms-zygote")
+    kernel.set_title("monarch_slurm zygote", "ms-zygote")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the controller; the agent ends this process
     take_no_sigterm()
     with socket.socket(fileno=fd) as agent_socket:
         failures = preload(modules)
         threads = len(os.listdir("/proc/self/task"))
         agent_socket.send(pack({"ready": True, "failures": failures, "threads": threads}))
+        prepare_forks()
         gc.collect()
         gc.freeze()
         _serve(agent_socket, agent)
@@ -75,11 +81,17 @@ def _serve(agent_socket: socket.socket, agent: int) -> None:
         request = unpack(packet)
         batch.append((request["spec"], list(fds)))
         if request["last"]:
-            midwife = os.fork()
+            try:
+                midwife = os.fork()
+            except OSError as error:
+                for fields, _ in batch:
+                    _refuse(agent_socket, fields["proc"], error)
+                midwife = -1
             if midwife == 0:
                 _deliver(agent_socket, batch, agent)
                 os._exit(0)
-            os.waitpid(midwife, 0)
+            if midwife > 0:
+                os.waitpid(midwife, 0)
             for _, pipes in batch:
                 for pipe in pipes:
                     os.close(pipe)
@@ -90,7 +102,11 @@ def _deliver(agent_socket: socket.socket, batch: list[tuple[dict[str, Any], list
     midwife = os.getpid()
     midwife_ended, midwife_lives = os.pipe()
     for fields, pipes in batch:
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _refuse(agent_socket, fields["proc"], error)
+            continue
         if pid == 0:
             agent_socket.close()
             os.close(midwife_lives)
@@ -100,6 +116,10 @@ def _deliver(agent_socket: socket.socket, batch: list[tuple[dict[str, Any], list
                         os.close(pipe)
             _be_born(ProcSpec(**fields), pipes, midwife, midwife_ended, agent)
         agent_socket.send(pack({"proc": fields["proc"], "pid": pid}))
+
+
+def _refuse(agent_socket: socket.socket, proc: str, error: OSError) -> None:
+    agent_socket.send(pack({"proc": proc, "error": task_limit(f"fork of proc {proc} failed", error)}))
 
 
 def _be_born(spec: ProcSpec, pipes: list[int], midwife: int, midwife_ended: int, agent: int) -> NoReturn:
@@ -124,14 +144,17 @@ def _be_born(spec: ProcSpec, pipes: list[int], midwife: int, midwife_ended: int,
         if spec.command:
             become_command(spec)
         code = run_proc(spec)
+    except MonarchSlurmError as error:
+        print(f"error: {error}", file=sys.stderr)
     except BaseException:  # the last frame of the process: nothing above could tell of it
         traceback.print_exc()
-    finally:
-        _leave(code)
+    if code == 0:
+        end_in_order(code)
+    _leave(code)
 
 
 def _apply(spec: ProcSpec) -> None:
-    kernel.set_name(f"ms-{spec.rank}-{spec.mesh}")
+    set_proc_title(spec)
     if not spec.inherit_env:
         os.environ.clear()
     for name, value in spec.env.items():
@@ -166,12 +189,8 @@ def _apply(spec: ProcSpec) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    # No atexit and no destructors: those registered before the fork belong to the zygote.
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            continue
+    # A proc that fails ends at once: others wait for the news, and its state is not fit for atexit and destructors.
+    flush_streams()
     ctypes.CDLL(None).fflush(None)
     os._exit(code)
 

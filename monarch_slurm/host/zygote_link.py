@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -14,10 +15,15 @@ from typing import Any
 from monarch_slurm.config import settings
 from monarch_slurm.host.proc import ENTRY_MODULE, PACKET_BYTES, ProcSpec, pack_request
 from monarch_slurm.wire import Loop, unpack
+from monarch_slurm.wire.limits import LimitError, descriptor_limit
+from monarch_slurm.wire.task_limits import start_process
 
 logger = logging.getLogger(__name__)
 
 _BUSY_SECONDS = 0.005
+
+_START_SECONDS = 60.0
+"""Time that a zygote gets at least if it preloads nothing of the user's: a busy machine takes long to start Python."""
 
 
 class ZygoteLink:
@@ -27,7 +33,11 @@ class ZygoteLink:
         preload: what it imports, see `monarch_slurm.host.zygote.preload`.
         pipes: makes the pipes for a proc's stdout and stderr, and returns their write ends; asked once per proc.
         on_born: called with the name and the pid of each proc that was forked.
+        on_not_born: called with the name of each proc that could not be forked, and why.
         on_ended: called once with this link and the reason when the zygote has ended, and forks nothing any more.
+
+    Raises:
+        LimitError: this process may start no other, or open nothing more.
     """
 
     def __init__(
@@ -36,11 +46,13 @@ class ZygoteLink:
         preload: str,
         pipes: Callable[[ProcSpec], list[int]],
         on_born: Callable[[str, int], None],
+        on_not_born: Callable[[str, str], None],
         on_ended: Callable[[ZygoteLink, str], None],
     ) -> None:
         self._loop = loop
         self._pipes = pipes
         self._on_born = on_born
+        self._on_not_born = on_not_born
         self._on_ended = on_ended
         self.preload = preload
         self.ready = False
@@ -51,18 +63,25 @@ class ZygoteLink:
         self._ends: list[int] = []
         self.asked: set[str] = set()
         """Names of procs that it was asked for and that have no pid yet."""
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, theirs = _socket_pair()
         command = [sys.executable, "-m", "monarch_slurm.host.zygote", str(theirs.fileno()), str(os.getpid())]
         modules = ",".join(filter(None, [ENTRY_MODULE, preload]))
         # One thread per numeric library: a fork of a process with running pool threads is broken.
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        self._process = subprocess.Popen(
-            [*command, modules], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
-        )
-        theirs.close()
+        try:
+            self._process = start_process(
+                "the zygote", [*command, modules], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
+            )
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            theirs.close()
         self._socket.setblocking(False)
         loop.add_reader(self._socket.fileno(), self._read)
-        self._patience = loop.call_at_deadline(settings().preload_timeout, self._give_up)
+        self._why = ""
+        self._seconds = settings().preload_timeout if preload else max(settings().preload_timeout, _START_SECONDS)
+        self._patience = loop.call_at_deadline(self._seconds, self._give_up)
 
     @property
     def pid(self) -> int:
@@ -133,7 +152,10 @@ class ZygoteLink:
                 self._is_ready(answer)
             else:
                 self.asked.discard(answer["proc"])
-                self._on_born(answer["proc"], answer["pid"])
+                if "error" in answer:
+                    self._on_not_born(answer["proc"], answer["error"])
+                else:
+                    self._on_born(answer["proc"], answer["pid"])
 
     def _is_ready(self, answer: dict[str, Any]) -> None:
         self.ready = True
@@ -153,7 +175,8 @@ class ZygoteLink:
 
     def _give_up(self) -> None:
         if not self.ready:
-            logger.warning("the zygote has not been ready within %g s: ending it", settings().preload_timeout)
+            self._why = f"the zygote has not been ready within {self._seconds:g} s (setting preload_timeout)"
+            logger.warning("%s: ending it", self._why)
             self._process.kill()
 
     def _ended(self) -> None:
@@ -171,4 +194,13 @@ class ZygoteLink:
 
     def _gone(self) -> None:
         status = self._process.wait()
-        self._on_ended(self, f"the zygote ended with status {status}")
+        self._on_ended(self, self._why or f"the zygote ended with status {status}")
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    try:
+        return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        raise LimitError(descriptor_limit("a zygote needs two")) from None

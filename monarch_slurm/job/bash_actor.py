@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from monarch_slurm.actor import Actor, Port, context, endpoint
+from monarch_slurm.wire.task_limits import start_thread
 
 SUBDIR = "$SUBDIR"
 """In the name of an output folder: replaced by the place of the rank, such as ``hosts_0_gpus_1``."""
@@ -80,7 +81,7 @@ class BashActor(Actor):
             for pipe, kind in ((process.stdout, "out"), (process.stderr, "err"))
         ]
         for reader in readers:
-            reader.start()
+            start_thread(reader)
         for reader in readers:
             reader.join()
         output_port.send(f"{self._rank}:rc:{process.wait()}")

@@ -45,8 +45,8 @@ from monarch_slurm.job.supervisor import (
     CHECK_SECONDS,
     KILL_WAIT_VARIABLE,
     Signals,
+    begin_supervisor,
     describe_code,
-    set_up_log,
     start_child,
 )
 
@@ -133,7 +133,7 @@ def run_batch(folder: str, plan: BatchPlan) -> None:
     Raises:
         SystemExit: the program, or without one an agent, has failed.
     """
-    set_up_log()
+    begin_supervisor()
     try:
         code = _Batch(JobFolder(Path(folder)), plan).run()
     except JobError as error:

@@ -13,6 +13,7 @@ from monarch_slurm.actor import Channel, Future, HostMesh, context
 from monarch_slurm.actor.context import set_context
 from monarch_slurm.job.bash_actor import BashActor
 from monarch_slurm.job.errors import JobSpecError
+from monarch_slurm.wire.task_limits import start_thread
 
 
 def exec_command(
@@ -51,12 +52,14 @@ def exec_command(
     # From here on in a thread of its own: it goes on whoever looks at the future, and its prints keep their order.
     done: Future[int] = Future._pending()
     here = context()  # the procs belong to whoever asked
-    threading.Thread(
-        target=_settle,
-        args=(done, lambda: _run(host_mesh, call, sizes, place, dict(per_host or {}), here)),
-        name="exec-command",
-        daemon=True,
-    ).start()
+    start_thread(
+        threading.Thread(
+            target=_settle,
+            args=(done, lambda: _run(host_mesh, call, sizes, place, dict(per_host or {}), here)),
+            name="exec-command",
+            daemon=True,
+        )
+    )
     return done
 
 

@@ -139,7 +139,7 @@ class _Srun:
             threading.Thread(target=self._listen, args=(process.stderr,), daemon=True),
         ]
         for thread in self._threads:
-            thread.start()
+            start_thread(thread)
 
     @property
     def said(self) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from monarch_slurm.actor import Actor, Channel, Port, endpoint
+from monarch_slurm.wire.task_limits import start_thread
 
 if TYPE_CHECKING:
     from monarch_slurm.actor import HostMesh
@@ -53,7 +54,7 @@ class ShellActor(Actor):
             env={**os.environ, "TERM": "xterm-256color", **env},
         )  # fmt: skip
         os.close(theirs)
-        threading.Thread(target=self._forward, args=(output,), daemon=True).start()
+        start_thread(threading.Thread(target=self._forward, args=(output,), daemon=True))
 
     @endpoint
     def write(self, data: bytes) -> None:
@@ -94,7 +95,7 @@ class ShellActor(Actor):
             codes.append(self._process.wait())
             os.close(tell)
 
-        threading.Thread(target=wait, daemon=True).start()
+        start_thread(threading.Thread(target=wait, daemon=True))
         while True:
             ready = select.select([self._terminal, ended], [], [])[0]
             try:
@@ -140,7 +141,7 @@ def shell(host_mesh_singleton: HostMesh, *, env: Mapping[str, str] | None = None
 def _talk(actor: Any, receiver: Any) -> int:
     """Pass on what is typed and what is printed, until the shell ends."""
     ended = threading.Event()
-    threading.Thread(target=_type, args=(actor, ended), name="shell-input", daemon=True).start()
+    start_thread(threading.Thread(target=_type, args=(actor, ended), name="shell-input", daemon=True))
     try:
         while True:
             said = receiver.recv().get()

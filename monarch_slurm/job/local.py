@@ -11,6 +11,7 @@ from pathlib import Path
 from monarch_slurm.job.base import BatchJob, JobState, JobTrait, Script, program_arguments
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.job.supervisor import BATCH_VARIABLE
+from monarch_slurm.wire.task_limits import start_process
 
 
 class LocalJob(JobTrait):
@@ -48,8 +49,14 @@ class LocalJob(JobTrait):
         env = {**os.environ, BATCH_VARIABLE: "1", FOLDER_VARIABLE: str(folder.path)}
         self.log_dir = folder.path
         with open(folder.path / "stdout.log", "wb") as stdout, open(folder.path / "stderr.log", "wb") as stderr:
-            self._process = subprocess.Popen(
-                arguments, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True
+            self._process = start_process(
+                "the client script",
+                arguments,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                start_new_session=True,
             )
 
     def _state(self) -> JobState:

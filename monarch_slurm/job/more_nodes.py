@@ -26,6 +26,7 @@ from monarch_slurm.job.requested import cancel_waiting, new_request_folder
 from monarch_slurm.job.sick import leave_out_sick
 from monarch_slurm.job.status import Phase, query, wait_for_start
 from monarch_slurm.job.submission import submit
+from monarch_slurm.wire.task_limits import start_thread
 
 if TYPE_CHECKING:
     from monarch_slurm.actor.stand_ins import Pool
@@ -58,7 +59,7 @@ class NodeRequests:
     def __call__(self, down: HostDown, place: str) -> None:
         """Ask for a node in the place of a lost host, without waiting."""
         arguments = (down.host_name, place)
-        threading.Thread(target=self._ask, args=arguments, name="monarch-more-nodes", daemon=True).start()
+        start_thread(threading.Thread(target=self._ask, args=arguments, name="monarch-more-nodes", daemon=True))
 
     def _ask(self, lost: str, place: str) -> None:
         from monarch_slurm.actor.client import client

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from monarch_slurm.config import settings
+from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.host import kernel
 from monarch_slurm.host.agent import ENDED, LEASE_EXPIRED
 from monarch_slurm.host.dial import connection_trouble
 from monarch_slurm.host.identity import SUPERVISED_VARIABLE
@@ -41,8 +43,8 @@ from monarch_slurm.job.supervisor import (
     CLIENT_WAIT,
     KILL_WAIT_VARIABLE,
     Signals,
+    begin_supervisor,
     describe_code,
-    set_up_log,
     start_child,
 )
 from monarch_slurm.wire import KeyFileError, make_runtime_dir, read_invitation
@@ -73,13 +75,13 @@ def main() -> int:
     parser.add_argument("--session", action="store_true", help="the controller is a program at a prompt")
     parser.add_argument("--preflight", action="append", default=[], help="command that must succeed before the agent")
     options = parser.parse_args()
-    set_up_log()
     try:
+        begin_supervisor()
         _restore_environment(options.index)
         check_preflight(options.preflight)
         JobFolder(options.folder).tell_proc_logs(settings().log_dir)
         return _Task(JobFolder(options.folder), options).run()
-    except JobError as error:
+    except MonarchSlurmError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 
@@ -196,6 +198,8 @@ class _Task:
         next_look = time.monotonic() + LOOK_SECONDS
         while (code := agent.poll()) is None:
             self._signals.wait(CHECK_SECONDS)
+            if os.getpid() == 1:  # of a container: every orphan there is its child
+                kernel.reap({agent.pid})
             if self._is_over():
                 return 0
             self._check_step()

@@ -18,6 +18,7 @@ from types import FrameType
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.job.supervisor import BATCH_VARIABLE
+from monarch_slurm.wire.task_limits import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ def save_on_notice(save: Callable[[], None]) -> Iterator[None]:
         raise ConfigError("save_on_notice belongs in the main thread, which gets the signals")
     notice = _Notice(save)
     before = signal.signal(signal.SIGTERM, notice.take)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # whoever started this process may have blocked it
     try:
         yield
     finally:
@@ -78,7 +80,7 @@ class _Notice:
             raise SystemExit(self._code)
         if not self._saving:
             self._saving = True
-            threading.Thread(target=self._run, name="save-on-notice", daemon=True).start()
+            start_thread(threading.Thread(target=self._run, name="save-on-notice", daemon=True))
         elif BATCH_VARIABLE not in os.environ:
             raise SystemExit(128 + number)
 

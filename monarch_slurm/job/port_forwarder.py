@@ -9,6 +9,7 @@ from typing import Any
 
 from monarch_slurm.actor import Actor, ActorError, Channel, Point, Port, ProcMesh, context, current_rank, endpoint
 from monarch_slurm.actor.context import set_context
+from monarch_slurm.wire.task_limits import start_thread
 
 _READ_BYTES = 256 * 1024
 _BACKLOG = 16
@@ -93,7 +94,7 @@ class _Dialer(Actor):
         connection = socket.create_connection(("127.0.0.1", self._port), timeout=30)
         connection.settimeout(None)
         self._connections[number] = connection
-        threading.Thread(target=_pump, args=(connection, back.send), daemon=True).start()
+        start_thread(threading.Thread(target=_pump, args=(connection, back.send), daemon=True))
 
     @endpoint
     def write(self, number: int, data: bytes) -> None:
@@ -120,7 +121,7 @@ class _Listener(Actor):
         host, port = _split(address(current_rank()) if callable(address) else address)
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._socket = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
-        threading.Thread(target=self._accept, args=(context(), self._socket), daemon=True).start()
+        start_thread(threading.Thread(target=self._accept, args=(context(), self._socket), daemon=True))
         return int(self._socket.getsockname()[1])
 
     def _accept(self, here: Any, listening: socket.socket) -> None:
@@ -130,7 +131,7 @@ class _Listener(Actor):
             except OSError:  # closed
                 return
             self._numbers += 1
-            threading.Thread(target=self._carry, args=(here, connection, self._numbers), daemon=True).start()
+            start_thread(threading.Thread(target=self._carry, args=(here, connection, self._numbers), daemon=True))
 
     def _carry(self, here: Any, connection: socket.socket, number: int) -> None:
         set_context(here)
@@ -143,7 +144,7 @@ class _Listener(Actor):
             sender = threading.Thread(
                 target=_pump, args=(connection, lambda data: self._send(here, number, data)), daemon=True
             )
-            sender.start()
+            start_thread(sender)
             while data := receiver.recv().get():
                 _deliver(connection, data)
             _deliver(connection, b"")

@@ -21,6 +21,7 @@ from monarch_slurm.job.errors import HostsTakenError, JobError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder, tail
 from monarch_slurm.job.processes import end_processes, find_processes
 from monarch_slurm.job.supervisor import CLIENT_WAIT
+from monarch_slurm.wire.task_limits import start_process
 
 if TYPE_CHECKING:
     from monarch_slurm.actor import HostMesh
@@ -85,8 +86,14 @@ class ProcessJob(JobTrait):
         env |= {FOLDER_VARIABLE: str(folder.path), "MONARCH_SLURM_RUNTIME_DIR": str(folder.path / "run")}
         command = [sys.executable, "-m", "monarch_slurm.host", "--folder", str(folder.path), "--name", name]
         with open(folder.host_log(name), "ab") as log:
-            process = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            process = start_process(
+                f"host {name}",
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         self._children.append(process)
         self._agents[name] = (process.pid, psutil.Process(process.pid).create_time())

@@ -35,9 +35,11 @@ from monarch_slurm.job.follow import print_notice
 from monarch_slurm.job.nodelist import compress
 from monarch_slurm.job.status import JobId, run_command
 from monarch_slurm.job.steps import Steps
-from monarch_slurm.job.supervisor import CHECK_SECONDS, Signals, set_up_log
+from monarch_slurm.job.supervisor import CHECK_SECONDS, Signals, begin_supervisor
 from monarch_slurm.job.unreachable import slurm_failure
 from monarch_slurm.wire import sweep_runtime_dirs
+from monarch_slurm.wire.process_end import ProcessEnd
+from monarch_slurm.wire.task_limits import start_process
 
 if TYPE_CHECKING:
     from monarch_slurm.actor import HostMesh
@@ -154,8 +156,14 @@ def _start_supervisor(
     }
     with open(folder.batch_log, "ab") as log:
         # A session of its own: a Ctrl-C at the terminal is for the program, and would end srun's steps.
-        return subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        return start_process(
+            "the supervisor of the session",
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
 
 
@@ -234,7 +242,7 @@ class _Supervisor:
             folder,
         )
         try:
-            self._program: int | None = os.pidfd_open(pid)
+            self._program: ProcessEnd | None = ProcessEnd(pid)
         except ProcessLookupError:
             self._program = None
 
@@ -243,7 +251,8 @@ class _Supervisor:
             self._steps.start()
             while self._program is not None and self._steps.active and not self._signals.stop and self._is_owner():
                 self._steps.check(again=True)
-                if self._signals.wait(CHECK_SECONDS, self._program):
+                readable = self._signals.wait(CHECK_SECONDS, self._program.fd)
+                if readable or (self._program.fd is None and self._program.has_ended_in_proc()):
                     self._program = None
         finally:
             self._end()
@@ -275,7 +284,7 @@ def main() -> None:
     parser.add_argument("--record", type=Path, required=True, help="file that tells which session has the nodes")
     parser.add_argument("--pid", type=int, required=True, help="process of the program")
     options = parser.parse_args()
-    set_up_log()
+    begin_supervisor()
     _Supervisor(JobFolder(options.folder), options.record, options.pid).run()
 
 

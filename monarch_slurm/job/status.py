@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from monarch_slurm.host.inherited import report_children
 from monarch_slurm.job.errors import (
     JobEndedError,
     JobNotFoundError,
@@ -84,6 +85,7 @@ def run_command(command: Sequence[str], timeout: float = COMMAND_TIMEOUT) -> sub
     """
     if shutil.which(command[0]) is None:
         raise NoSlurmError(f"no Slurm here: {command[0]} is not on PATH; run this on a login node of the cluster")
+    report_children()
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
     except subprocess.TimeoutExpired:

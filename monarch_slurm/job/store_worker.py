@@ -14,6 +14,7 @@ from monarch_slurm.host.worker import Worker
 from monarch_slurm.host.worker_address import WorkerAddress
 from monarch_slurm.wire import BindError
 from monarch_slurm.wire.shared_key import choose_secret, derive_keys
+from monarch_slurm.wire.task_limits import start_thread
 
 
 def main() -> int:
@@ -33,7 +34,7 @@ def main() -> int:
         rank.recv(1)
         worker.stop()
 
-    threading.Thread(target=wait_for_rank, daemon=True).start()
+    start_thread(threading.Thread(target=wait_for_rank, daemon=True))
     worker.serve()
     return 0
 

@@ -17,7 +17,9 @@ from types import FrameType
 from typing import IO
 
 from monarch_slurm.host.exits import signal_name
+from monarch_slurm.host.inherited import settle_inheritance
 from monarch_slurm.host.kernel import die_with_parent
+from monarch_slurm.wire.task_limits import start_process
 
 BATCH_VARIABLE = "MONARCH_BATCH_JOB"
 """Set to 1 in the environment of a program that runs inside of its job."""
@@ -50,6 +52,7 @@ class Signals:
             signal.signal(number, self._take)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGCONT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR2:
@@ -80,15 +83,18 @@ def start_child(
         errors: where its errors go; None sends them to ``output``.
 
     Raises:
+        LimitError: this process may start no other.
         OSError: it cannot be started.
     """
     parent = os.getpid()
 
     def prepare() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # outlives the exec; by default it would kill
         die_with_parent(parent)  # or a supervisor that is killed would leave a program that nobody waits for
 
-    return subprocess.Popen(
+    return start_process(
+        str(command[0]),
         command,
         env=env,
         stdin=subprocess.DEVNULL,
@@ -104,8 +110,12 @@ def describe_code(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
 
 
-def set_up_log() -> None:
-    """Have this package's own messages go to standard error; not the root's, for submitit has a handler there."""
+def begin_supervisor() -> None:
+    """Begin a supervisor: settle what it has inherited, and have this package's messages go to standard error.
+
+    The root logger is left alone, for submitit has a handler there.
+    """
+    settle_inheritance()
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     package = logging.getLogger("monarch_slurm")

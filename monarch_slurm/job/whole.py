@@ -17,6 +17,7 @@ from monarch_slurm.job.folder import JobFolder
 from monarch_slurm.job.more_nodes import NodeRequests
 from monarch_slurm.job.request import SlurmRequest
 from monarch_slurm.job.sick import NOT_STARTED_SECONDS, SILENT_SECONDS, note_joined, note_sick, note_silent
+from monarch_slurm.wire.task_limits import start_thread
 
 if TYPE_CHECKING:
     from monarch_slurm.actor import HostMesh
@@ -107,7 +108,7 @@ class Gathering:
     def _note_lost(self, down: HostDown) -> None:
         """Remember a node that fell silent, until it joins again; one whose agent was ended is well."""
         if down.silent:
-            threading.Thread(target=self._watch_silent, args=(down,), name="monarch-sick", daemon=True).start()
+            start_thread(threading.Thread(target=self._watch_silent, args=(down,), name="monarch-sick", daemon=True))
 
     def _watch_silent(self, down: HostDown) -> None:
         from monarch_slurm.actor.client import client

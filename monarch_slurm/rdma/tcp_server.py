@@ -24,6 +24,7 @@ from monarch_slurm.rdma.errors import BufferGoneError
 from monarch_slurm.rdma.memory import host_bytes, view_of
 from monarch_slurm.rdma.registry import Entry, Registry
 from monarch_slurm.wire.ports import listen_tcp
+from monarch_slurm.wire.task_limits import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class TcpServer:
         self._next = itertools.cycle(self._workers)
         self._closed = threading.Event()
         for listener in self._listeners:
-            threading.Thread(target=self._accept, args=(listener,), name="rdma-accept", daemon=True).start()
+            start_thread(threading.Thread(target=self._accept, args=(listener,), name="rdma-accept", daemon=True))
 
     def close(self) -> None:
         """Stop listening and drop all connections."""
@@ -247,7 +248,7 @@ class _Worker:
         self._stopping = False
         self._young: dict[socket.socket, float] = {}
         """Connections that have not proved themselves, and since when."""
-        threading.Thread(target=self._run, name=f"rdma-serve-{index}", daemon=True).start()
+        start_thread(threading.Thread(target=self._run, name=f"rdma-serve-{index}", daemon=True))
 
     def add(self, connection: socket.socket, serve: Wants) -> None:
         self._new.append((connection, serve))

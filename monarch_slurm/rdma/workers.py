@@ -10,6 +10,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from monarch_slurm.wire.task_limits import start_thread
+
 _IDLE_SECONDS = 10.0
 _AT_A_TIME = 16
 """Threads that wait for one owner."""
@@ -30,7 +32,7 @@ class Workers:
             if not start:
                 self._idle -= 1  # one that idles is promised to this function
         if start:
-            threading.Thread(target=self._main, args=(function,), name="rdma-work", daemon=True).start()
+            start_thread(threading.Thread(target=self._main, args=(function,), name="rdma-work", daemon=True))
         else:
             self._work.put(function)
 

@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from monarch_slurm.wire.task_limits import start_thread
+
 # The library reads this once, when it is loaded; its default is ten lines of log for every sync.
 os.environ.setdefault("RUST_LOG", "warn")
 
@@ -88,7 +90,7 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
         self.began_at: float | None = None
         self.sent: list[Transfer] = []
         self.received: list[Transfer] = []
-        threading.Thread(target=self._accept, name="state_server", daemon=True).start()
+        start_thread(threading.Thread(target=self._accept, name="state_server", daemon=True))
 
     def __repr__(self) -> str:
         staged = "nothing" if self._staged is None else f"step {self._staged[0]}"
@@ -151,7 +153,9 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
                 connection, peer = self._server.accept()
             except OSError:
                 return
-            threading.Thread(target=self._serve, args=(connection, peer), name="state_sender", daemon=True).start()
+            start_thread(
+                threading.Thread(target=self._serve, args=(connection, peer), name="state_sender", daemon=True)
+            )
 
     def _serve(self, connection: socket.socket, peer: Any) -> None:
         try:

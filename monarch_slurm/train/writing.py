@@ -9,6 +9,7 @@ from typing import Any
 
 from monarch_slurm.train import state
 from monarch_slurm.train.saved import SavedStateError, remove_file, state_path, write_snapshot
+from monarch_slurm.wire.task_limits import start_thread
 
 
 class StateWriter:
@@ -37,7 +38,7 @@ class StateWriter:
         with self._lock:
             self._writing = step
         self._thread = threading.Thread(target=self._write, args=arguments, name="monarch-save", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def take(self, wait: bool = False) -> dict[str, Any] | None:
         """Return what a ``saved`` event is to say of a state that has been written since the last call, if one has.

@@ -21,6 +21,7 @@ from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.wire.keys import Invitation, JobKeys, KeyFileError, read_invitation, write_invitation
 from monarch_slurm.wire.loop import Loop
 from monarch_slurm.wire.sockets import Gatekeeper, bind_tcp, connect_tcp, make_dealer, make_router
+from monarch_slurm.wire.task_limits import zmq_context
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class AdminServer:
         self._answers = answers
         self._file = folder / ADMIN_FILE
         self._loop = Loop()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq_context()
         self._socket = make_router(self._context)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_QUESTION_BYTES)
         keys = JobKeys.make()
@@ -140,7 +141,7 @@ class AdminClient:
             raise NoAnswerError(f"no controller is running for {folder} ({ADMIN_FILE} is not there)") from None
         except OSError as error:
             raise KeyFileError(f"cannot read {folder / ADMIN_FILE}: {error.strerror}") from None
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq_context()
         self._socket = make_dealer(self._context, f"admin-{time.time_ns()}-{threading.get_ident()}")
         connect_tcp(self._socket, self._invitation)
         self._number = 0

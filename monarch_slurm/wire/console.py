@@ -19,6 +19,7 @@ from typing import Any
 from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.wire.loop import Loop
 from monarch_slurm.wire.plain import UnpackError, pack, unpack
+from monarch_slurm.wire.task_limits import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,7 @@ class Console:
         connection.setblocking(True)
         session = Session(connection)
         self._sessions.add(session)
-        threading.Thread(target=self._serve, args=(session,), name="monarch-console", daemon=True).start()
+        start_thread(threading.Thread(target=self._serve, args=(session,), name="monarch-console", daemon=True))
 
     def _serve(self, session: Session) -> None:
         try:

@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from monarch_slurm.wire.awake_clock import AwakeClock
+from monarch_slurm.wire.process_end import LOOK_SECONDS, ProcessEnd
+from monarch_slurm.wire.task_limits import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -110,14 +112,21 @@ class Loop:
         Raises:
             ProcessLookupError: there is no such process.
         """
-        pidfd = os.pidfd_open(pid)
+        process = ProcessEnd(pid)
 
-        def end() -> None:
-            self.remove_reader(pidfd)
-            os.close(pidfd)
+        def look() -> None:
+            if process.fd is None and not process.has_ended_in_proc():
+                self.call_later(LOOK_SECONDS, look)
+                return
+            if process.fd is not None:
+                self.remove_reader(process.fd)
+                process.close()
             ended()
 
-        self.add_reader(pidfd, end)
+        if process.fd is None:
+            self.call_soon(look)
+        else:
+            self.add_reader(process.fd, look)
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
         """Call ``callback`` on the loop's thread after ``seconds``. For the loop's own thread, or before it runs."""
@@ -170,9 +179,13 @@ class Loop:
         return self._runs_on in (0, threading.get_ident())
 
     def start(self, name: str) -> None:
-        """Run the loop on a daemon thread of its own."""
+        """Run the loop on a daemon thread of its own.
+
+        Raises:
+            LimitError: the thread cannot be started.
+        """
         self._thread = threading.Thread(target=self.run, name=name, daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def stop(self) -> None:
         """End `run` after the round in hand. For any thread."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from recorded_faults import Faults
-from support import DEADLINE, Program
+from support import DEADLINE
 
 import monarch_slurm.actor as public
 from monarch_slurm.actor import ProcMesh, context, this_host
@@ -50,19 +49,3 @@ def grid() -> Iterator[ProcMesh]:
     mesh = this_host().spawn_procs({"x": 2, "y": 2}, name="grid")
     yield mesh
     mesh.stop().get(DEADLINE)
-
-
-@pytest.fixture
-def program(tmp_path: Path) -> Iterator[Callable[..., Program]]:
-    """Starts programs that are killed after the test, should they still run."""
-    started: list[Program] = []
-
-    def start(text: str, **kwargs: dict[str, str]) -> Program:
-        folder = tmp_path / f"program{len(started)}"
-        folder.mkdir()
-        started.append(Program(folder, text, **kwargs))  # type: ignore[arg-type]
-        return started[-1]
-
-    yield start
-    for running in started:
-        running.close()

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,22 @@ if __name__ == "__main__":
 class Worker:
     """A worker of its own process."""
 
-    def __init__(self, folder: Path, address: str, key: str, how: str, env: dict[str, str], fds: tuple[int, ...]):
+    def __init__(
+        self,
+        folder: Path,
+        address: str,
+        key: str,
+        how: str,
+        env: dict[str, str],
+        fds: tuple[int, ...],
+        within: Sequence[str] = (),
+    ):
         self.address = address
         self.log = folder / "log"
         (folder / "worker.py").write_text(SCRIPT)
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, str(folder / "worker.py"), address, key, how],
+                [*within, sys.executable, str(folder / "worker.py"), address, key, how],
                 env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1", **env},
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=fds,
             )  # fmt: skip
@@ -90,11 +99,13 @@ def worker(tmp_path: Path, key: str) -> Iterator[Callable[..., Worker]]:
 
     def start(
         address: str = "", how: str = "forever", with_key: str = key, env: dict[str, str] | None = None,
-        fds: tuple[int, ...] = (),
+        fds: tuple[int, ...] = (), within: Sequence[str] = (),
     ) -> Worker:  # fmt: skip
         folder = tmp_path / f"worker{len(started)}"
         folder.mkdir()
-        started.append(Worker(folder, address or f"tcp://127.0.0.1:{free_port()}", with_key, how, env or {}, fds))
+        started.append(
+            Worker(folder, address or f"tcp://127.0.0.1:{free_port()}", with_key, how, env or {}, fds, within)
+        )
         return started[-1]
 
     yield start
@@ -510,3 +521,30 @@ def test_a_gateway_that_cannot_be_had(key: str, program: Callable[..., Program])
     assert running.wait() == 0, running.errors()
     assert "nothing listens there" in running.output()
     assert "late client was initialized without a remote attachment; call attach(addr) before" in running.output()
+
+
+IN_A_CONTAINER = ["unshare", "--pid", "--fork", "--mount-proc"]
+"""What follows is process 1 of a PID namespace, to which the kernel sends no signal that it has no handler for."""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a PID namespace")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("within", [[], IN_A_CONTAINER], ids=["a process", "process 1"])
+def test_a_worker_ends_its_procs_when_it_is_told_to_end(
+    worker: Callable[..., Worker], key: str, within: list[str], number: int, faults: Faults
+) -> None:
+    one = worker(within=within)
+    hosts = attach_to_workers(private_key=key, workers=[one.address])
+    actors: Any = hosts.spawn_procs({"gpus": 1}).spawn("actor", PidActor)
+    actors.pid.call_one().get(DEADLINE)
+    family = descendants(one.process.pid)
+    first = family[0] if within else one.process.pid
+    if within:
+        orphan = ["nsenter", "--target", str(first), "--pid", "sh", "-c", "sleep 0.01 &"]
+        subprocess.run(orphan, check=True)
+        wait_until(lambda: not [pid for pid in descendants(first) if not is_alive(pid)], "process 1 reaps orphans")
+    os.kill(first, number)
+    assert one.wait() == 128 + number
+    wait_gone(*family)
+    assert "Traceback" not in one.text()
+    faults.wait(1)

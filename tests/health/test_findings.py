@@ -11,6 +11,8 @@ import pytest
 from monarch_slurm.health import BAD, OK, WARN, Facts, Finding, features, judge_answers, judge_host, worst
 
 GIB = 2**30
+PIDFD = {"name": "pidfd_open", "since": "5.3", "reason": "Function not implemented", "without": "it is noticed later"}
+MEMFD = {"name": "memfd_create", "since": "3.17", "reason": "Operation not permitted", "without": ""}
 
 
 def healthy(host: str = "n1") -> Facts:
@@ -27,6 +29,7 @@ def healthy(host: str = "n1") -> Facts:
         "packages": {"monarch_slurm": "1.0", "torch": "2.9", "torchft": "0.2", "numpy": "2.0"},
         "programs": dict.fromkeys(("sbatch", "srun", "squeue", "scontrol", "c++", "g++"), True),
         "memlock_bytes": None, "open_files": 65536, "numa_balancing": "0", "leftovers": [], "native": [],
+        "refused_calls": [],
         "shm": {"total_bytes": 64 * GIB, "free_bytes": 60 * GIB},
         "tmp": {"total_bytes": 64 * GIB, "free_bytes": 60 * GIB},
         "gpu_platform": "rocm", "gpu_platform_set": False,
@@ -41,7 +44,7 @@ def test_a_healthy_node_has_nothing_to_mend() -> None:
     findings = judge_host(healthy())
     assert {finding.level for finding in findings} == {OK}
     assert not any(finding.advice for finding in findings)
-    assert len({finding.check for finding in findings}) == len(findings) == 13
+    assert len({finding.check for finding in findings}) == len(findings) == 14
 
 
 def breaks(*path: Any, value: Any) -> Callable[[Facts], None]:
@@ -74,6 +77,8 @@ def breaks(*path: Any, value: Any) -> Callable[[Facts], None]:
         (breaks("rdma", 4, "state", value="DOWN"), "RDMA links", WARN, "7 of 8 links up; mlx5_0:1 DOWN"),
         (breaks("rdma", 0, "routable", value=False), "RDMA links", WARN, "link-local"),
         (breaks("networks", "ens1", "mtu", value=1500), "MTU", WARN, "ens1: 1500"),
+        (breaks("refused_calls", value=[PIDFD]), "system calls", WARN, "(Linux 5.3): Function not implemented; it"),
+        (breaks("refused_calls", value=[MEMFD]), "system calls", BAD, "nothing works without it"),
         (breaks("leftovers", value=[{"pid": 7, "job_id": "41"}]), "left processes", WARN, "1 process of yours"),
     ],
 )  # fmt: skip
@@ -116,6 +121,8 @@ def test_what_works_on_a_healthy_node_is_everything() -> None:
         (breaks("packages", "torchft", value=None), "training", "not installed: torchft"),
         (breaks("programs", "sbatch", value=False), "Slurm jobs", "sbatch not on the PATH"),
         (breaks("rdma", value=[]), "RDMA by ibverbs", "no RDMA link is up"),
+        (breaks("refused_calls", value=[MEMFD]), "actors", "the kernel refuses memfd_create (Linux 3.17)"),
+        (breaks("refused_calls", value=[MEMFD]), "training", "the kernel refuses memfd_create (Linux 3.17)"),
     ],
 )
 def test_what_does_not_work_says_why(change: Callable[[Facts], None], feature: str, why: str) -> None:

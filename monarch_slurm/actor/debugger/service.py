@@ -9,6 +9,7 @@ from typing import Any
 from monarch_slurm.actor.debugger.desk import DebugDesk
 from monarch_slurm.actor.debugger.shell import DebugShell, EndOfInput, HangUp, Interrupt
 from monarch_slurm.wire.console import ConsoleError, Session
+from monarch_slurm.wire.task_limits import start_thread
 
 MAX_LINE = 2**20
 
@@ -27,7 +28,7 @@ def serve_debugger(desk: DebugDesk, session: Session) -> None:
                 shell.events.put(_event(packet))
         shell.events.put(HangUp())
 
-    threading.Thread(target=listen, name="monarch-debug-terminal", daemon=True).start()
+    start_thread(threading.Thread(target=listen, name="monarch-debug-terminal", daemon=True))
     shell.run()
     session.send({"text": "", "prompt": "", "over": True})
 

@@ -12,6 +12,7 @@ import time
 
 from monarch_slurm.actor.debugger.desk import DebugDesk, StoppedRank
 from monarch_slurm.actor.debugger.shell import NEWS_SECONDS, DebugShell, EndOfInput, HangUp, summarize
+from monarch_slurm.wire.task_limits import start_thread
 
 
 def watch_stops(desk: DebugDesk) -> None:
@@ -86,7 +87,7 @@ def _debug_here(desk: DebugDesk) -> None:
                     shell.events.put(line.decode(errors="replace").rstrip("\n") if line else EndOfInput())
 
     reader = threading.Thread(target=read, name="monarch-debug-terminal", daemon=True)
-    reader.start()
+    start_thread(reader)
     try:
         shell.run()
     finally:
