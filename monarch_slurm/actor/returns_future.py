@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from monarch_slurm.actor.future import Future
 from monarch_slurm.config import settings
+from monarch_slurm.wire.task_limits import start_thread
 
 R = TypeVar("R")
 

@@ -18,6 +18,7 @@ from monarch_slurm.job.nodelist import compress
 from monarch_slurm.job.slurm_options import check_srun_options
 from monarch_slurm.job.status import answers_within, run_command
 from monarch_slurm.job.unreachable import no_answer
+from monarch_slurm.wire.task_limits import start_thread
 
 TELL_SECONDS = 2.0
 """Time after which the user hears that Slurm lets srun wait."""
