@@ -104,7 +104,7 @@ def test_failures_and_ctrl_c_cost_nothing(cluster: Cluster, shell: Terminal) -> 
     shell.expect("nobody handled this failure:\n.*Killed\\(sig=9\\) \\(host n2, ")
     shell.type("print('here:', who.slice(hosts=0).host.call_one().get())")
     shell.expect("\nhere: n1\n")
-    shell.type("hosts is SlurmAllocation.from_env().hosts()")
+    shell.type("hosts == SlurmAllocation.from_env().hosts()")
     shell.expect("\nTrue\n")
     assert cluster.run("squeue", "-s", "-h", "-o", "%i") == steps
 
