@@ -10,12 +10,12 @@ import errno
 import hmac
 import itertools
 import logging
+import math
 import os
 import secrets
 import selectors
 import socket
 import threading
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 
@@ -23,6 +23,7 @@ from monarch_slurm.rdma import tcp_protocol as protocol
 from monarch_slurm.rdma.errors import BufferGoneError
 from monarch_slurm.rdma.memory import host_bytes, view_of
 from monarch_slurm.rdma.registry import Entry, Registry
+from monarch_slurm.wire.awake_clock import AwakeClock
 from monarch_slurm.wire.ports import listen_tcp
 from monarch_slurm.wire.task_limits import start_thread
 
@@ -246,6 +247,7 @@ class _Worker:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
         self._stopping = False
+        self._clock = AwakeClock()  # a peer is not late because this process was stopped
         self._young: dict[socket.socket, float] = {}
         """Connections that have not proved themselves, and since when."""
         start_thread(threading.Thread(target=self._run, name=f"rdma-serve-{index}", daemon=True))
@@ -263,7 +265,11 @@ class _Worker:
 
     def _run(self) -> None:
         while not self._stopping:
-            for key, _ in self._selector.select(CROWDED_SECONDS / 2 if self._young else None):
+            pause = CROWDED_SECONDS / 2 if self._young else None
+            self._clock.tick()
+            ready = self._selector.select(pause)
+            self._clock.tick(math.inf if pause is None else pause)
+            for key, _ in ready:
                 if key.fd == self._wake_fd:
                     os.eventfd_read(self._wake_fd)
                 else:
@@ -271,7 +277,7 @@ class _Worker:
                     self._step(key.fileobj, key.data, key.events)
             while self._new:
                 connection, serve = self._new.pop()
-                self._young[connection] = time.monotonic()
+                self._young[connection] = self._clock.now
                 self._selector.register(connection, selectors.EVENT_READ, serve)
                 self._step(connection, serve, selectors.EVENT_READ)
             self._tire_of_strangers()
@@ -294,7 +300,7 @@ class _Worker:
             self._selector.modify(connection, wanted, serve)
 
     def _tire_of_strangers(self) -> None:
-        oldest = time.monotonic() - self._crowd.patience
+        oldest = self._clock.now - self._crowd.patience
         for connection, since in list(self._young.items()):
             if since < oldest:
                 self._end(connection, self._selector.get_key(connection).data)

@@ -14,10 +14,11 @@ from job_agents import Agent, act_as_another_machine
 from job_agents import Worker as PidActor
 from support import DEADLINE, REPOSITORY, Program, hold, wait_until
 
-from monarch_slurm.actor import HostMesh, MeshFailure, SupervisionError
+from monarch_slurm.actor import Actor, HostMesh, MeshFailure, SupervisionError, endpoint
 from monarch_slurm.actor.client import client
 from monarch_slurm.config import configured, settings
 from monarch_slurm.controller import gather_hosts, publish
+from monarch_slurm.wire.bulk import Bulk
 
 LONG = 1.5 * settings().heartbeat_interval * settings().missed_heartbeats
 """Seconds; longer than a silent machine has."""
@@ -88,6 +89,30 @@ def test_an_agent_that_has_ended_is_lost_at_once(
     with configured(unresponsive_agent_timeout=3600):
         assert isinstance(actors.pid.call_one().exception(DEADLINE), SupervisionError)
     agent.wait()
+
+
+def test_large_arguments_are_copied_before_the_lock_of_the_controllers_loop_is_taken(
+    tmp_path: Path, agents: Callable[..., Agent], failures: list[MeshFailure], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts, _ = join(tmp_path / "job", agents, "near")
+    actors: Any = hosts.spawn_procs({"n": 2}).spawn("actor", Counting)
+    copy, lock, under_lock = Bulk.of, client().hub._lock, []
+
+    def watched(data: Any) -> Bulk:
+        under_lock.append(lock._is_owned())  # type: ignore[attr-defined]
+        return copy(data)
+
+    monkeypatch.setattr(Bulk, "of", staticmethod(watched))
+    for large in (bytes(40_000_000), bytearray(40_000_000)):
+        assert actors.length.call(large).get(DEADLINE).values() == [40_000_000] * 2
+        assert actors.slice(n=0).length.call_one(large).get(DEADLINE) == 40_000_000
+    assert True not in under_lock
+
+
+class Counting(Actor):
+    @endpoint
+    def length(self, data: bytes) -> int:
+        return len(data)
 
 
 PROGRAM = """

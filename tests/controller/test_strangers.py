@@ -209,6 +209,16 @@ def test_a_frame_of_a_gibibyte_is_refused_before_there_is_memory_for_it(door: Do
             assert process.memory_info().vms - before < LARGE
 
 
+def test_who_only_looks_whether_somebody_listens_is_not_called_a_stranger(
+    door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(5):
+        with door.dial():
+            pass
+    door.wait_refused(5)
+    assert "refused a connection" not in caplog.text
+
+
 def test_many_who_say_next_to_nothing(door: Door) -> None:
     idle = [door.dial() for _ in range(200)]
     try:
