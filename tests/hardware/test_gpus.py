@@ -38,3 +38,19 @@ def test_a_mesh(gpus: int, name: str) -> None:
     ok, text = hardware.run_on_a_mesh(name, gpus)
     print(text)
     assert ok, text
+
+
+def test_tensors_of_a_gpu_travel_through_the_hosts_memory_to_the_same_device() -> None:
+    import torch
+
+    from monarch_slurm.wire import dumps, loads
+
+    whole = torch.arange(2**20, dtype=torch.float32, device="cuda:0")
+    sent = {"views": [whole[:10], whole[10:]], "parameter": torch.nn.Parameter(whole.clone())}
+    got = loads(dumps(sent))
+    assert all(str(tensor.device) == "cuda:0" for tensor in (*got["views"], got["parameter"]))
+    assert torch.equal(torch.cat(got["views"]), whole)
+    assert torch.equal(got["parameter"], whole)
+    got["views"][0].as_strided((2**20,), (1,)).fill_(7)
+    assert got["views"][1][-1] == 7, "they share their memory"
+    assert whole[-1] != 7
