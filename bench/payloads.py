@@ -89,7 +89,10 @@ def one_host(options: argparse.Namespace) -> list[dict[str, object]]:
 @contextmanager
 def namespace(name: str) -> Iterator[list[str]]:
     """Make a network namespace that is cabled to this one; give the command that runs another in it."""
-    run = lambda *command: subprocess.run(command, check=True)  # noqa: E731
+
+    def run(*command: str) -> None:
+        subprocess.run(command, check=True)
+
     run("ip", "netns", "add", name)
     try:
         run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name)
@@ -104,7 +107,7 @@ def namespace(name: str) -> Iterator[list[str]]:
 
 def iperf(inside: list[str], stack: ExitStack) -> float:
     """Return the bytes per second of one stream of iperf3 into the namespace."""
-    server = subprocess.Popen([*inside, "iperf3", "-s", "-1"], stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen([*inside, "iperf3", "-s", "-1", "--forceflush"], stdout=subprocess.PIPE, text=True)
     stack.callback(server.kill)
     assert server.stdout is not None
     while "listening" not in server.stdout.readline():
