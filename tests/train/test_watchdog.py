@@ -40,6 +40,14 @@ def test_waiting_for_others_is_no_hang() -> None:
     assert watchdog.hung(31.0) is not None
 
 
+def test_deadlines_move_while_a_run_waits_for_a_host() -> None:
+    watchdog = dog()
+    watchdog.take(phase("sync"), 1.0)
+    watchdog.extend(5.0)
+    assert watchdog.due() == 36.0
+    assert watchdog.hung(35.0) is None
+
+
 def test_an_earlier_phase_brings_an_earlier_deadline() -> None:
     watchdog = dog()
     assert watchdog.due() == START_DEADLINE
