@@ -37,6 +37,7 @@ def guard(run_agent: Callable[[], int]) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # none may come before there is somebody to pass it to
     guardian = os.getpid()
     flush_streams()  # or the child would write once more what is buffered
+    kernel.become_subreaper()  # before there is an agent: one that ends at once may leave orphans
     try:
         agent = os.fork()
     except OSError as error:
@@ -44,7 +45,6 @@ def guard(run_agent: Callable[[], int]) -> int:
     if agent == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         _be_agent(run_agent, guardian)
-    kernel.become_subreaper()
     before_guarding = {
         number: signal.signal(number, lambda number, frame: kernel.send(agent, number)) for number in FORWARDED
     }
