@@ -117,6 +117,9 @@ def _rate(context: click.Context, parameter: click.Parameter, value: float) -> f
 @click.option(
     "--keep-saves", type=click.IntRange(1), default=2, show_default=True, help="How many saved states are kept."
 )
+@click.option(
+    "--force", is_flag=True, help="Start although the trainers are estimated to need more memory than there is."
+)
 @job_options("monarch-train", follow=True)
 @click.option("--in-job", is_flag=True, hidden=True, help="Be the controller of the Slurm job around this process.")
 @click.argument("engine_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- ENGINE_OPTIONS]")
@@ -166,6 +169,7 @@ def train(context: click.Context, /, where: str | None, nodes: int | None, in_jo
         restart_window=options["restart_window"],
         reference=options["reference"],
         resume=options["resume"],
+        force=options["force"],
         allow_changed_data=options["allow_changed_data"],
     )
     if where == "local" and nodes is not None:
@@ -206,7 +210,7 @@ def _words_in_job(context: click.Context, given: set[str]) -> list[str]:
         value = context.params[name]
         if isinstance(parameter.type, click.Path) or (name == "reference" and value not in ("auto", "none")):
             value = os.path.abspath(value)
-        words.append(f"{_flag(parameter)}={value}")
+        words.append(_flag(parameter) if parameter.is_flag else f"{_flag(parameter)}={value}")
     engine_options = context.params["engine_options"]
     return [*words, "--", *engine_options] if engine_options else words
 

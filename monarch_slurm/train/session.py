@@ -27,6 +27,7 @@ from monarch_slurm.train.injection import schedule
 from monarch_slurm.train.live import LiveView
 from monarch_slurm.train.llama_config import model_config
 from monarch_slurm.train.manager import Run
+from monarch_slurm.train.memory_estimate import check_here, check_nodes
 from monarch_slurm.train.report import ReportError, build_report, load_report, write_report
 from monarch_slurm.train.resuming import (
     check_changes,
@@ -64,6 +65,7 @@ class Plan:
         restart_window: seconds within which ``max_restarts`` counts.
         reference: ``"auto"``, ``"none"``, or the path of the report of a failure-free run.
         resume: folder of a run to continue; None begins a new one.
+        force: start although the trainers are estimated to need more memory than there is.
         allow_changed_data: whether a run may continue although its data or tokenizer is not what it was.
     """
 
@@ -76,6 +78,7 @@ class Plan:
     restart_window: float = 300.0
     reference: str = "auto"
     resume: str | None = None
+    force: bool = False
     allow_changed_data: bool = False
 
     def policy(self) -> RestartPolicy:
@@ -94,6 +97,8 @@ def train_here(plan: Plan, in_job: bool = False) -> Path:
     """
     _check_installed()
     reference = check(plan)
+    if not plan.force:
+        check_here(plan.config, int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) if in_job else 1)
     check_runtime_dir()  # the client does so too, but by then there is a run, which would end early
     folder = _run_folder(plan, in_job)
     if not settings().preload:
@@ -222,6 +227,8 @@ def train_on_slurm(
         MonarchSlurmError: the job could not be submitted, or ended by something else than its own program.
     """
     check(plan)
+    if not plan.force:
+        check_nodes(plan.config, nodes, arguments)
     os.environ.setdefault("MONARCH_SLURM_PRELOAD", preload_modules(plan.config))
     if arguments["container"] is not None:
         arguments = {**arguments, "container": _with_mounts(arguments["container"], plan)}

@@ -144,7 +144,9 @@ def test_json_names_job_and_folder(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, fake_slurm: FakeSlurm
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    fake_slurm(sinfo="echo 'debug*|4'", sbatch="echo Submitted batch job 12")
+    fake_slurm(
+        sinfo="case $* in *%m*) echo 'debug*|64000';; *) echo 'debug*|4';; esac", sbatch="echo Submitted batch job 12"
+    )
     code, said = run_command(monkeypatch, capsys, "train", "--nodes", "1", "--model", "tiny", "--json")
     assert code == 0, said
     told = json.loads(said)
@@ -155,8 +157,21 @@ def test_json_names_job_and_folder(
 def test_the_engines_options_are_at_the_end_of_the_jobs_command() -> None:
     from monarch_slurm.cli.train import _words_in_job
 
-    words = ["--nodes", "2", "-p", "gpu", "--engine", "torchtitan", "--out", "/runs", "--", "--module", "llama3"]
+    words = [
+        "--nodes",
+        "2",
+        "-p",
+        "gpu",
+        "--engine",
+        "torchtitan",
+        "--force",
+        "--out",
+        "/runs",
+        "--",
+        "--module",
+        "llama3",
+    ]
     context = train.make_context("train", words)
-    assert _words_in_job(context, {"engine"}) == [
-        "train", "--in-job", "--engine=torchtitan", "--out=/runs", "--", "--module", "llama3",
+    assert _words_in_job(context, {"engine", "force"}) == [
+        "train", "--in-job", "--engine=torchtitan", "--out=/runs", "--force", "--", "--module", "llama3",
     ]  # fmt: skip
