@@ -23,6 +23,7 @@ BASE = {
     "errors",
     "_version",
     "durations",
+    "inherited",
     "interrupts",
     "monarch_keys",
     "prompt",

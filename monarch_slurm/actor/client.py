@@ -40,14 +40,14 @@ from monarch_slurm.actor.stand_ins import Pool, StandIns
 from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.config import get_global_config, settings, warn_of_unknown_variables
 from monarch_slurm.host import FailureKind, HostDown, HostInfo, Hub, ProcDown
-from monarch_slurm.host.inherited import (
+from monarch_slurm.host.stacks import register_stacks
+from monarch_slurm.inherited import (
     flush_streams,
     ignores,
     main_thread_blocks,
     open_standard_descriptors,
     report_children,
 )
-from monarch_slurm.host.stacks import register_stacks
 from monarch_slurm.interrupts import ignore_interrupts
 from monarch_slurm.prompt import is_at_prompt
 from monarch_slurm.wire import CONTROLLER, Address, JobKeys, Loop, Message, WireError

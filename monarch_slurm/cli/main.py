@@ -24,7 +24,7 @@ from monarch_slurm.cli.submit import submit
 from monarch_slurm.cli.template import template
 from monarch_slurm.cli.train import train
 from monarch_slurm.errors import MonarchSlurmError
-from monarch_slurm.host.inherited import settle_inheritance
+from monarch_slurm.inherited import settle_inheritance
 from monarch_slurm.interrupts import ignore_interrupts
 
 

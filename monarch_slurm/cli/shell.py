@@ -41,9 +41,8 @@ def shell(job: str | None, plain: bool, **options: Any) -> None:
 
     if job is None and "SLURM_JOB_ID" not in os.environ:
         raise AllocationError(
-            "this shell is not in a job of Slurm: start one with salloc and run this inside of it, such as\n"
-            "  salloc --nodes 2 --exclusive monarch-slurm shell\n"
-            "or name a job of yours that runs: --job ID"
+            "this shell is not inside a Slurm job: start one with salloc (salloc --nodes 2 --exclusive monarch-slurm "
+            "shell), or name one of your running jobs with --job ID"
         )
     allocation = SlurmAllocation.from_env() if job is None else SlurmAllocation.from_job(job)
     sys.ps1 = ">>> "  # a person types here: failures that nobody handles are to end nothing

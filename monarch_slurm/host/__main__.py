@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from monarch_slurm.errors import MonarchSlurmError
-from monarch_slurm.host.inherited import settle_inheritance
 from monarch_slurm.host.start import serve, serve_from_pipe
+from monarch_slurm.inherited import settle_inheritance
 from monarch_slurm.wire.system_calls import check_system_calls
 
 

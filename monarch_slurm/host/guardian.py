@@ -16,8 +16,8 @@ from typing import NoReturn
 
 from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.host import kernel
-from monarch_slurm.host.inherited import flush_streams
 from monarch_slurm.host.shared_memory_files import CLEANER_SECONDS, SharedMemoryFiles, cleans_up
+from monarch_slurm.inherited import flush_streams
 from monarch_slurm.wire.limits import LimitError
 from monarch_slurm.wire.task_limits import task_limit
 

@@ -52,10 +52,12 @@ class Lease:
         self._beside = beside
         self._machine_silence = machine_silence
         self._last_heard = self._last_answered = loop.awake
+        self._met = False
         self._next_beat: Timer | None = None
 
     def heard(self) -> None:
         """Note that the controller has said something."""
+        self._met = True
         self._last_heard = self._last_answered = self._loop.awake
 
     def watch(self, pid: int) -> None:
@@ -84,7 +86,7 @@ class Lease:
             return ""
         if silence > 2 * interval and self._controller_left():
             return _ENDED
-        if self._beside:
+        if self._beside and self._met:  # before that, its pid may meanwhile be another process's
             return ""
         machine = self._machine_silence()
         if machine is not None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import monarch_slurm
 from monarch_slurm.host import kernel
-from monarch_slurm.host.inherited import settle_inheritance
+from monarch_slurm.inherited import settle_inheritance
 from monarch_slurm.wire import pack, unpack
 
 PACKET_BYTES = 128 * 1024

@@ -23,9 +23,9 @@ from monarch_slurm.host.devices import settle_visibility
 from monarch_slurm.host.dial import check_not_own
 from monarch_slurm.host.guardian import guard
 from monarch_slurm.host.identity import NoControllerError, ending_signals, new_host_id, pid_space
-from monarch_slurm.host.inherited import open_standard_descriptors, stream_for_child
 from monarch_slurm.host.output import Output, OutputHandler
 from monarch_slurm.host.proc import importable
+from monarch_slurm.inherited import open_standard_descriptors, stream_for_child
 from monarch_slurm.wire import Invitation, pack, read_invitation, unpack
 from monarch_slurm.wire.awake_clock import AwakeClock
 from monarch_slurm.wire.keys import CONTROLLER_FILE

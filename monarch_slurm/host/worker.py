@@ -24,9 +24,9 @@ from monarch_slurm.host import kernel
 from monarch_slurm.host.agent import ENDED
 from monarch_slurm.host.gateway import GatewayEnd
 from monarch_slurm.host.identity import pid_space
-from monarch_slurm.host.inherited import open_standard_descriptors, report_children
 from monarch_slurm.host.start import AgentProcess, start_local_agent
 from monarch_slurm.host.worker_address import WorkerAddress, resolve, split_tcp
+from monarch_slurm.inherited import open_standard_descriptors, report_children
 from monarch_slurm.wire import BindError, Gatekeeper, Invitation, JobKeys, Loop, pack, unpack
 from monarch_slurm.wire.limits import LimitError
 from monarch_slurm.wire.plain import UnpackError

@@ -25,9 +25,9 @@ from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.host import kernel, numa
 from monarch_slurm.host.finalising import end_in_order, prepare_forks
 from monarch_slurm.host.identity import take_no_sigterm
-from monarch_slurm.host.inherited import flush_streams, settle_inheritance
 from monarch_slurm.host.orphans import PROC_VARIABLE
 from monarch_slurm.host.proc import PACKET_BYTES, ProcSpec, become_command, run_proc, set_proc_title
+from monarch_slurm.inherited import flush_streams, settle_inheritance
 from monarch_slurm.wire import pack, unpack
 from monarch_slurm.wire.task_limits import task_limit
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from monarch_slurm.host.inherited import report_children
+from monarch_slurm.inherited import report_children
 from monarch_slurm.job.errors import (
     JobEndedError,
     JobNotFoundError,

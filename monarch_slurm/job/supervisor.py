@@ -17,8 +17,8 @@ from types import FrameType
 from typing import IO
 
 from monarch_slurm.host.exits import signal_name
-from monarch_slurm.host.inherited import settle_inheritance
 from monarch_slurm.host.kernel import die_with_parent
+from monarch_slurm.inherited import settle_inheritance
 from monarch_slurm.wire.task_limits import start_process
 
 BATCH_VARIABLE = "MONARCH_BATCH_JOB"

@@ -109,8 +109,7 @@ def test_jobs_are_listed_with_folders_that_can_be_typed(
     folder = make_job(tmp_path)
     name = "a name that is not short at all"
     fake_slurm(
-        squeue=f"echo '12|RUNNING|1:02|58:58|n[1-2]|None|{name}'",
-        scontrol=f"echo 'JobId=12 JobName=x UserId=me({os.getuid()}) WorkDir={tmp_path} StdOut={folder.batch_log}'",
+        squeue=f"echo '12|12|RUNNING|1:02|58:58|n[1-2]|None|{tmp_path}|{folder.batch_log}|{name}'",
     )
     if where == "elsewhere":
         (tmp_path / "elsewhere").mkdir()

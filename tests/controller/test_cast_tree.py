@@ -14,11 +14,12 @@ from typing import Any
 import psutil
 import pytest
 import zmq
-from job_agents import Agent
+from job_agents import Agent, act_as_another_machine
 from support import DEADLINE, wait_until
 
 from monarch_slurm.actor import Actor, HostMesh, MeshFailure, SupervisionError, endpoint, send
 from monarch_slurm.actor.client import client
+from monarch_slurm.config import configured
 from monarch_slurm.controller import gather_hosts, publish
 from monarch_slurm.wire import AGENT, Address, JobKeys, Message, read_invitation
 from monarch_slurm.wire.frames import encode
@@ -102,6 +103,7 @@ def tree(tmp_path: Path, agents: Callable[..., Agent], monkeypatch: pytest.Monke
     monkeypatch.setattr(caster.tree, "fanout", FANOUT)
     monkeypatch.setattr(targets, "_fanout", FANOUT)
     publish(tmp_path / "job", address="127.0.0.1")
+    act_as_another_machine(tmp_path / "job")
     quick = {"MONARCH_SLURM_HEARTBEAT_INTERVAL": "0.5"}
     started = [agents(tmp_path / "job", f"n{i}", quick) for i in range(HOSTS)]
     return Tree(gather_hosts([f"n{i}" for i in range(HOSTS)], timeout=DEADLINE), started)
@@ -161,6 +163,11 @@ def test_all_adverbs_slices_and_senders_keep_their_order(tree: Tree, failures: l
 def test_an_inner_host_that_is_lost_costs_nobody_else_a_message(
     tree: Tree, failures: list[MeshFailure], how: signal.Signals
 ) -> None:
+    with configured(unresponsive_agent_timeout=1):
+        lose_an_inner_host(tree, failures, how)
+
+
+def lose_an_inner_host(tree: Tree, failures: list[MeshFailure], how: signal.Signals) -> None:
     logs: Any = tree.mesh.spawn_procs().spawn("log", Log)
     logs.get.call().get(DEADLINE)
     lost, pid = tree.rank(tree.inner), tree.agents[tree.inner].pid

@@ -73,8 +73,15 @@ def test_a_silent_controller_on_another_machine_is_gone_after_the_lease(folder: 
 
 def test_a_controller_on_the_same_machine_may_be_silent_forever(folder: Path) -> None:
     near = world(folder, beside=True)
+    near.lease.heard()
     near.run(1000.0)
     assert near.over == []
+
+
+def test_a_controller_on_the_same_machine_that_never_spoke_may_be_another_process(folder: Path) -> None:
+    near = world(folder, beside=True)
+    near.run(70.0)
+    assert near.over == ["nothing heard from the controller for 60 s"]
 
 
 def test_a_controller_whose_machine_answers_may_be_silent_forever(folder: Path) -> None:

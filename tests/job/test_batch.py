@@ -75,8 +75,10 @@ def test_a_job_that_may_start_again_does_so_when_its_program_is_killed(
     script: str, again: bool, batch: Batch, fake_slurm: FakeSlurm, short: Path
 ) -> None:
     asked = short / "asked"
-    fake_slurm(srun=SRUN, squeue="echo 'n[1-2]'", scontrol=f'[ "$1" = requeue ] && echo "$@" >> {asked} && kill $PPID')
-    job = batch.start("bash", "-c", script, requeue=True)
+    # Slurm ends the tasks of the hosts, and then the batch script.
+    end = 'kill $(cat "$STARTED.n1" 2>/dev/null) $PPID'
+    fake_slurm(srun=SRUN, squeue="echo 'n[1-2]'", scontrol=f'[ "$1" = requeue ] && echo "$@" >> {asked} && {end}')
+    job = batch.start("bash", "-c", f"until [ -s $STARTED.n1 ]; do sleep 0.01; done; {script}", requeue=True)
     job.wait(DEADLINE)
     assert asked.exists() == again, batch.log.read_text()
     assert (batch.folder.exit_code() is None) == again  # whoever follows the job waits for its next start

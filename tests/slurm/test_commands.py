@@ -156,4 +156,6 @@ def test_a_prompt_of_ipython_has_the_nodes(cluster: Cluster, monkeypatch: pytest
 
 
 def test_a_shell_outside_of_a_job_says_so(cluster: Cluster) -> None:
-    assert call("shell", code=1) == "error: not in a job of Slurm: SLURM_JOB_ID is not set here\n"
+    said = call("shell", code=1)
+    assert said.startswith("error: this shell is not inside a Slurm job: start one with salloc")
+    assert "--job ID" in said
