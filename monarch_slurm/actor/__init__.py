@@ -30,7 +30,13 @@ from monarch_slurm.actor.context import Context, Instance, context, current_acto
 from monarch_slurm.actor.controllers import get_or_spawn_controller
 from monarch_slurm.actor.debugger.controller import debug_controller
 from monarch_slurm.actor.endpoint import Accumulator, Endpoint, as_endpoint, concurrent_endpoint, endpoint, send
-from monarch_slurm.actor.errors import ActorError, ActorRestartedError, MeshFailure, SupervisionError
+from monarch_slurm.actor.errors import (
+    ActorDeadlockError,
+    ActorError,
+    ActorRestartedError,
+    MeshFailure,
+    SupervisionError,
+)
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.host_mesh import HostMesh, this_host, this_proc
 from monarch_slurm.actor.ids import ActorAddr, ProcId, Uid
@@ -61,6 +67,7 @@ __all__ = [
     "Accumulator",
     "Actor",
     "ActorAddr",
+    "ActorDeadlockError",
     "ActorError",
     "ActorMesh",
     "ActorRestartedError",

@@ -17,8 +17,10 @@ from monarch_slurm.actor.cell import Cell, EndActor, Stop
 from monarch_slurm.actor.context import Context, set_context
 from monarch_slurm.actor.debugger.hook import call_ended
 from monarch_slurm.actor.errors import MeshFailure
+from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.messages import Call
 from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
+from monarch_slurm.actor.waits import Awaits
 from monarch_slurm.config import settings
 from monarch_slurm.host.exits import FailureKind
 
@@ -44,6 +46,15 @@ class AsyncCell(Cell):
         self._controlling: asyncio.Task[None] | None = None
         """Handles control items beside it."""
         self._in_control = False
+        self._awaits = Awaits(self, lambda: self._serving)
+        self._attention.awaits = self._awaits
+
+    def tell_wait(self, tell: Callable[[Future[Any] | None, float | None], None]) -> None:
+        """See `Cell.tell_wait`."""
+        if self._attention.blocking is not None:  # the loop makes no calls
+            super().tell_wait(tell)
+        else:
+            self._call_soon(lambda: tell(self._awaits.only(), None))
 
     def _enqueue(self, item: Call | Stop | None) -> None:
         self._inbox.append(item)
@@ -168,8 +179,9 @@ class AsyncCell(Cell):
                 return item
             if item is not None:
                 self._handling = True
+                self.in_hand.begin(item)
                 await self._handle(item)
-                item = None  # its large buffers are free for their sender
+                item = self.in_hand.handled = None  # its large buffers are free for their sender
                 self._handling = False
                 self._doing = ", ".join(sorted({task.get_name() for task in self._tasks}))
                 in_a_row += 1

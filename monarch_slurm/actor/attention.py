@@ -7,6 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from monarch_slurm.actor.future import Future
+    from monarch_slurm.actor.waits import Awaits, Wait
+
+FIRST_LOOK_SECONDS = 1.0
+"""A wait of an actor that has lasted so long is looked at: it may be one that cannot end."""
 
 
 class Attention:
@@ -15,11 +23,22 @@ class Attention:
     Args:
         attend: does what is due, on the thread of the actor; raises to end the wait.
         is_due: returns whether something is.
+        watch: returns what looks at a wait for a future until a time (None: no limit) that has lasted a while.
     """
 
-    def __init__(self, attend: Callable[[], None], is_due: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        attend: Callable[[], None],
+        is_due: Callable[[], bool],
+        watch: Callable[[Future[Any], float | None], Wait],
+    ) -> None:
         self.attend = attend
         self.is_due = is_due
+        self.watch = watch
+        self.blocking: tuple[Future[Any], float | None] | None = None
+        """The future that the thread waits for, and until when."""
+        self.awaits: Awaits | None = None
+        """What the actor's event loop awaits, if it has one."""
         self.waker: Callable[[], None] | None = None
         """Ends the pause of the thread while it waits."""
 

@@ -33,6 +33,7 @@ from monarch_slurm.actor.port import Port
 from monarch_slurm.actor.replies import EXCEPTION, VALUE
 from monarch_slurm.actor.telemetry import recording, traced
 from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
+from monarch_slurm.actor.waits import CallsInHand, Wait
 from monarch_slurm.config import settings
 from monarch_slurm.host.exits import FailureKind
 from monarch_slurm.wire import Address, dumps, loads
@@ -42,6 +43,7 @@ from monarch_slurm.wire.pickle_fault import explain
 from monarch_slurm.wire.task_limits import start_thread, start_timer
 
 if TYPE_CHECKING:
+    from monarch_slurm.actor.future import Future
     from monarch_slurm.actor.messages import PortAddress
     from monarch_slurm.actor.runtime import Runtime
 
@@ -104,7 +106,7 @@ class Cell:
         self.ended = threading.Event()
         self.object: Any = None
         self._lock = threading.Lock()
-        self._callers: set[Address] = set()
+        self._callers: set[tuple[str, str]] = set()
         self._down_reason = ""
         self.hears_undeliverable = False
         self.failed = False
@@ -115,7 +117,8 @@ class Cell:
         self._stopping = False
         self._ending = False
         self._timers: list[threading.Timer] = []
-        self._attention = Attention(self._attend, self._is_due)
+        self.in_hand = CallsInHand(self._is_explicit)
+        self._attention = Attention(self._attend, self._is_due, lambda future, end: Wait(self, future, end))
         self._thread = threading.Thread(target=self._run_thread, name=f"actor-{ref.name}", daemon=True)
 
     @property
@@ -140,11 +143,17 @@ class Cell:
             if self._down_reason:
                 return self._down_reason
             if call.port is not None:
-                self._callers.add(Address(*call.port[:2]))
+                self._callers.add(call.port[:2])
+                self.in_hand.queued.add(call.port)
         self._enqueue(call)
         if call.receipt is not None:
             self.runtime.post(call.receipt, self._answer_rank(call), VALUE, [])
         return ""
+
+    @property
+    def doing(self) -> str:
+        """Name of the endpoint or hook that runs; empty if none does."""
+        return self._doing
 
     def describe(self) -> dict[str, Any]:
         """Return what this actor is and does, as `monarch_slurm.controller.census` tells it."""
@@ -156,6 +165,10 @@ class Cell:
             "doing": self._doing,
             "waiting": self._backlog(),
         }
+
+    def tell_wait(self, tell: Callable[[Future[Any] | None, float | None], None]) -> None:
+        """Tell which future the actor waits for in the message that it handles, and until when (None: no limit)."""
+        tell(*(self._attention.blocking or (None, None)))
 
     def supervise(self, failure: MeshFailure) -> None:
         """Queue the failure of a mesh that this actor owns."""
@@ -413,7 +426,7 @@ class Cell:
                 return
             self._down_reason = event
             self.failed = kind is not None
-            told = {self.owner, *self._callers}
+            told = {self.owner, *(Address(*caller) for caller in self._callers)}
             timers, self._timers = self._timers, []
         for timer in timers:
             timer.cancel()

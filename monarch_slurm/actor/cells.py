@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from monarch_slurm.actor.ends import Tombstones
 from monarch_slurm.actor.messages import Call
+from monarch_slurm.actor.waits import tell
 from monarch_slurm.host.exits import FailureKind
 from monarch_slurm.wire import Address, Message
 
@@ -102,6 +103,12 @@ class Cells:
         if kind is not None and self.on_failed is not None:
             self.on_failed(kind, event, traceback)
         return False
+
+    def tell_wait(self, message: Message) -> None:
+        """Answer whether an actor waits for the one that asks."""
+        cell = self._cells.get(message.fields["mesh"])
+        if cell is not None:
+            tell(cell, message)
 
     def end_owned_by(self, gone: Callable[[Address], bool], why: str) -> None:
         """End the actors whose owner is in a process that is ``gone``."""

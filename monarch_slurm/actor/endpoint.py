@@ -189,7 +189,7 @@ class Endpoint(Generic[R]):
             one_answered()
 
         future._what = lambda: f"{self}: {count - one_answered.left} of {count} actors have answered"
-        self._send_expecting(args, kwargs, shape.ndslice, arrived, future._fail_with)
+        future._port = self._send_expecting(args, kwargs, shape.ndslice, arrived, future._fail_with)
         return future
 
     def call_one(self, *args: Any, **kwargs: Any) -> Future[R]:
@@ -215,13 +215,15 @@ class Endpoint(Generic[R]):
         shape = self._mesh._shape
         futures: list[Future[Any]] = [Future._pending() for _ in range(len(shape))]
         order = iter(futures)
-        self._send_expecting(
+        port = self._send_expecting(
             args,
             kwargs,
             shape.ndslice,
             lambda rank, frames: next(order)._resolve(lambda: loads(frames)),
             lambda error: next(order)._fail_with(error),
         )
+        for future in futures:
+            future._what, future._port, future._any_answer = self.__str__, port, True
         return iter(futures)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> None:
@@ -241,7 +243,7 @@ class Endpoint(Generic[R]):
         future._what = self.__str__
         rank = place or 0
         ranks = [(rank, mesh._shape.ndslice.get(rank))]
-        self._send_expecting(
+        future._port = self._send_expecting(
             args,
             kwargs,
             ranks,
@@ -263,7 +265,8 @@ class Endpoint(Generic[R]):
         ranks: Slice | list[tuple[int, int]],
         on_value: Callable[[int, Any], None],
         on_error: Callable[[Callable[[], BaseException]], None],
-    ) -> None:
+    ) -> int:
+        """Send, and return the number of the port that takes the answers."""
         body = self._encode(args, kwargs)
         runtime = context().actor_instance.runtime
 
@@ -279,6 +282,7 @@ class Endpoint(Generic[R]):
         ref = self._mesh._ref
         port = runtime.expect_from(ref, ref.layout, ranks, reply, lost)
         self._cast(runtime, [base for _, base in ranks] if isinstance(ranks, list) else None, body, port)
+        return port[2]
 
     def _send(self, args: Any, kwargs: Any, port: PortAddress | None, only: list[int] | None = None) -> None:
         body = self._encode(args, kwargs)
@@ -395,6 +399,8 @@ class Accumulator(Generic[R, A]):
                 value = self._combine(value, answer.get())
             return value
 
+        if answers:
+            total._what, total._port = answers[0]._what, answers[0]._port
         one_arrived = CountDown(len(answers), lambda: total._resolve(fold))
         for answer in answers:
             answer._on_done(one_arrived)

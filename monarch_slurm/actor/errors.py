@@ -63,6 +63,13 @@ class ActorRestartedError(SupervisionError):
     """
 
 
+class ActorDeadlockError(MonarchSlurmError, TimeoutError):
+    """An actor waits for its own answer, or for an actor that waits for it: no result can come while it waits.
+
+    It is a `TimeoutError`, since the result is not lost: the call is handled when the endpoint has returned.
+    """
+
+
 class RemoteExceptionError(Exception):
     """Stands for a remote exception that cannot be pickled; the text is what it printed."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from monarch_slurm.actor import driving
-from monarch_slurm.actor.attention import Attention, attention
+from monarch_slurm.actor.attention import FIRST_LOOK_SECONDS, Attention, attention
 from monarch_slurm.actor.signal_frames import is_of_signal_handler
 from monarch_slurm.prompt import is_at_prompt
 
@@ -59,6 +59,10 @@ class Future(Generic[R]):
     """Brings the result nearer on the thread that waits; returns when there is nothing more for it to do."""
     _what: str | Callable[[], str]
     """What is waited for, for the text of a time-out."""
+    _port: int | None
+    """Number of the reply port that brings the result of a call."""
+    _any_answer: bool
+    """Any of the answers at that port may be the result; else all of them are needed."""
 
     @classmethod
     def _pending(cls) -> Future[R]:
@@ -73,6 +77,8 @@ class Future(Generic[R]):
         future._lazy = None
         future._helper = None
         future._what = ""
+        future._port = None
+        future._any_answer = False
         return future
 
     @classmethod
@@ -157,6 +163,8 @@ class Future(Generic[R]):
         Raises:
             TimeoutError: no result within ``timeout``; a later call may still get it, but for a future of
                 `returns_future`, whose body has been cancelled.
+            ActorDeadlockError: the actor that waits is the one that has to answer, or that one waits for it. This is
+                noticed after a second, or with the time-out.
             ValueError: ``timeout`` is negative, infinite or not a number.
         """
         __tracebackhide__ = True  # notebooks leave out the frames of this module
@@ -196,11 +204,30 @@ class Future(Generic[R]):
         if attentive is None:
             self._pause(lambda: self._done, end)
             return self._done
-        while True:
-            attentive.attend()
-            if self._done or (end is not None and time.monotonic() >= end):
-                return self._done
-            self._pause(lambda: self._done or attentive.is_due(), end, attentive)
+        return self._wait_attentively(attentive, end)
+
+    def _wait_attentively(self, attentive: Attention, end: float | None) -> bool:
+        __tracebackhide__ = True
+        look_at, wait = time.monotonic() + FIRST_LOOK_SECONDS, None
+        interrupted, attentive.blocking = attentive.blocking, (self, end)
+        try:
+            while True:
+                attentive.attend()
+                now = time.monotonic()
+                is_over = end is not None and now >= end
+                if not self._done and (is_over or now >= look_at):
+                    wait = wait or attentive.watch(self, end)
+                    if (deadlock := wait.look()) is not None:
+                        raise deadlock
+                    look_at = wait.due
+                if self._done or is_over:
+                    return self._done
+                pause_end = look_at if end is None else min(look_at, end)
+                self._pause(lambda: self._done or attentive.is_due(), pause_end, attentive)
+        finally:
+            attentive.blocking = interrupted
+            if wait is not None:
+                wait.close()
 
     def _pause(self, is_over: Callable[[], bool], end: float | None, attentive: Attention | None = None) -> None:
         """Wait until ``is_over()``, or until ``end``; whoever changes what it looks at calls the waker."""
@@ -281,9 +308,15 @@ class Future(Generic[R]):
                 return  # that loop is closed; nobody can wait in it any more
 
         self._on_done(tell_loop)
+        attentive = attention() if not self._done else None
+        awaits = attentive.awaits if attentive is not None else None
+        if awaits is not None:
+            awaits.begin(local, self)
 
         def left(local: asyncio.Future[R]) -> None:
             self._forget(tell_loop)
+            if awaits is not None:
+                awaits.end(local)
             if lazy is not None:
                 lazy.leave(self, not local.cancelled(), on_loop=True)
 

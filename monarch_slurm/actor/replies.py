@@ -73,6 +73,10 @@ class Listed:
         """Return the processes that are waited for, all of them even if only those on ``hosts`` are asked for."""
         return [process for process, _ in self._waiting.values()]
 
+    def sources(self) -> list[Source]:
+        """Return where the answers come from that are waited for."""
+        return list(self._waiting.values())
+
 
 class OfMesh:
     """One answer of each proc in a slice of a proc mesh. What it costs to make does not depend on the procs' number.
@@ -123,6 +127,10 @@ class OfMesh:
             if rank in self._waiting:
                 there.append(self._layout.address(base))
         return there
+
+    def sources(self) -> list[Source]:
+        """Return where the answers come from that are waited for."""
+        return [(process, self._ref) for process in self.processes(())]
 
 
 @dataclass
@@ -222,6 +230,12 @@ class ReplyTable:
             expected = self._replies.get(number)
             if expected is not None:
                 self._close(number, expected)
+
+    def sources(self, number: int) -> list[Source]:
+        """Return where the answers come from that a reply port still waits for."""
+        with self._lock:
+            expected = self._replies.get(number)
+            return expected.answers.sources() if expected is not None else []
 
     def lose(self, processes: Iterable[Address], why: Why, mesh: str | None = None, restarted: bool = False) -> None:
         """Give up answers of processes that ended, or of one actor mesh in them.

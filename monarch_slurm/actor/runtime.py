@@ -201,6 +201,8 @@ class Runtime:
         elif kind == "describe":
             rows = dumps(self.cells.describe())
             self.post((*message.src, message.fields["port"]), message.fields["rank"], VALUE, rows)
+        elif kind == "waits":
+            self.cells.tell_wait(message)
         elif kind == "procs_restart":
             self._procs_restart(ProcsRestart.from_fields(message.fields))
         elif kind == "proc_failed":

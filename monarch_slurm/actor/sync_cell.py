@@ -87,8 +87,9 @@ class SyncCell(Cell):
             if isinstance(item, Stop):
                 return item
             if item is not None:
+                self.in_hand.begin(item)
                 self._handle(item)
-                item = None  # its large buffers are free for their sender
+                item = self.in_hand.handled = None  # its large buffers are free for their sender
                 self._doing = ""
 
     def _next(self) -> Call | Stop | None:
