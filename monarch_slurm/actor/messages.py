@@ -22,7 +22,7 @@ PLAIN_METHOD, EXPLICIT_PORT = 1, 2
 class Call:
     """One message to an actor: which method, for which slice, and where the answer goes."""
 
-    __slots__ = ("body", "method", "plain", "port", "receipt", "src", "view")
+    __slots__ = ("_place", "body", "method", "plain", "port", "receipt", "src", "view")
 
     def __init__(self, message: Message) -> None:
         fields = message.fields
@@ -36,6 +36,7 @@ class Call:
         self.plain: int = fields["plain"]
         self.src = message.src
         self.body = message.body
+        self._place: Point | None = None
 
     @property
     def asker(self) -> Address | None:
@@ -44,10 +45,12 @@ class Call:
         return Address(*waiting[:2]) if waiting is not None else None
 
     def place(self, base_rank: int) -> Point:
-        """Return the place of the actor in the slice that this was sent to."""
-        labels, offset, sizes, strides = self.view
-        rank = Slice(offset=offset, sizes=sizes, strides=strides).index(base_rank)
-        return Point(rank, Extent(labels, sizes))
+        """Return the place, in the slice that this was sent to, of the one actor here that it is for."""
+        if self._place is None:
+            labels, offset, sizes, strides = self.view
+            rank = Slice(offset=offset, sizes=sizes, strides=strides).index(base_rank)
+            self._place = Point(rank, Extent(labels, sizes))
+        return self._place
 
 
 @dataclass(frozen=True)

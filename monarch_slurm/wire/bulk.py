@@ -134,6 +134,8 @@ def in_bulk(frame: PlainBuffer | Bulk | Late) -> PlainBuffer | Bulk:
 
 def in_place(frame: PlainBuffer | Bulk | Late) -> PlainBuffer:
     """Return ``frame`` as bytes that can be read here."""
+    if isinstance(frame, (bytes, memoryview)):  # nearly all are
+        return frame
     if isinstance(frame, Late):
         frame = frame.whole()
     return frame.view() if isinstance(frame, Bulk) else frame
