@@ -16,6 +16,8 @@ import pytest
 from nbclient import NotebookClient
 from support import DEADLINE, REPOSITORY, is_alive, wait_gone, wait_until
 
+pytestmark = pytest.mark.slow
+
 DEFINE = """
 import asyncio, os, signal, time
 from monarch_slurm.actor import Actor, endpoint, this_host

@@ -148,10 +148,17 @@ ASYNC = [
     ("endpoint", "get"), ("concurrent endpoint", "swallow"), ("__supervise__", "swallow"), ("__cleanup__", "await"),
     ("__cleanup__", "swallow"), ("endpoint", "native code"),
 ]  # fmt: skip
-CASES = [*((Stuck, *case) for case in SYNC), *((AsyncStuck, *case) for case in ASYNC)]
+CASES = [
+    # Native code ends after several time-outs, one behind the other.
+    pytest.param(
+        kind, where, how, id=f"{kind.__name__}-{where}-{how}", marks=[pytest.mark.slow] * (how == "native code")
+    )
+    for kind, cases in ((Stuck, SYNC), (AsyncStuck, ASYNC))
+    for where, how in cases
+]
 
 
-@pytest.mark.parametrize(("kind", "where", "how"), CASES, ids=[f"{k.__name__}-{w}-{h}" for k, w, h in CASES])
+@pytest.mark.parametrize(("kind", "where", "how"), CASES)
 def test_a_stop_of_actors_ends(
     spawn: Callable[..., ProcMesh],
     shared: ProcMesh,
