@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any, Generic, TypeVar
 
-from monarch_slurm.actor.context import context
+from monarch_slurm.actor.context import context, publish
 from monarch_slurm.actor.endpoint import Endpoint, EndpointProperty, NotAnEndpoint, endpoints_of
 from monarch_slurm.actor.future import Future
+from monarch_slurm.actor.guests import check_own
 from monarch_slurm.actor.layout import ActorRef
 from monarch_slurm.actor.mesh_trait import ShapedMesh
 from monarch_slurm.actor.shape import Shape
@@ -19,7 +20,15 @@ A = TypeVar("A")
 class ActorMesh(ShapedMesh, Generic[A]):
     """Actors of one class, one per proc. Its endpoints are attributes; slices share the actors. It can be pickled."""
 
-    def __init__(self, actor_class: type[A], ref: ActorRef, shape: Shape, ready: Future[None] | None = None) -> None:
+    def __init__(
+        self,
+        actor_class: type[A],
+        ref: ActorRef,
+        shape: Shape,
+        ready: Future[None] | None = None,
+        program: str = "",
+    ) -> None:
+        self._program = program
         self._class = actor_class
         self._ref = ref
         self._mesh_shape = shape
@@ -30,7 +39,7 @@ class ActorMesh(ShapedMesh, Generic[A]):
         return self._mesh_shape
 
     def _new_with_shape(self, shape: Shape) -> ActorMesh[A]:
-        return ActorMesh(self._class, self._ref, shape, self._ready)
+        return ActorMesh(self._class, self._ref, shape, self._ready, self._program)
 
     @property
     def _name_text(self) -> str:
@@ -53,7 +62,12 @@ class ActorMesh(ShapedMesh, Generic[A]):
         return self._ready
 
     def stop(self, reason: str = "stopped by client") -> Future[None]:
-        """Stop the actors once they have handled what was sent before; resolves when all have ended. Begins at once."""
+        """Stop the actors once they have handled what was sent before; resolves when all have ended. Begins at once.
+
+        Raises:
+            RuntimeError: they belong to another program.
+        """
+        check_own(self._program, "stop actors")
         future: Future[None] = Future._pending()
         future._what = f"stop() of actors {self._ref.name!r}"
         runtime = context().actor_instance.runtime
@@ -77,7 +91,7 @@ class ActorMesh(ShapedMesh, Generic[A]):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ActorMesh, (self._class, self._ref, self._mesh_shape)
+        return ActorMesh, (self._class, self._ref, self._mesh_shape, None, publish(self._program))
 
     def __repr__(self) -> str:
         return f"ActorMesh(class={self._class}, shape={self._shape}, name={self._ref.mesh!r})"

@@ -21,7 +21,7 @@ from typing import Any
 from monarch_slurm.actor import controllers, driving
 from monarch_slurm.actor.birth import make_cell
 from monarch_slurm.actor.console import open_console
-from monarch_slurm.actor.context import Instance, may_boot_client, set_client_boot
+from monarch_slurm.actor.context import Instance, may_boot_client, set_client_boot, set_program
 from monarch_slurm.actor.debugger.desk import DebugDesk
 from monarch_slurm.actor.debugger.hook import Debugging
 from monarch_slurm.actor.debugger.terminal import watch_stops
@@ -111,7 +111,8 @@ class Client:
         self.records: dict[str, HostRecord] = {}
         self.proc_failures: deque[ProcDown] = deque(maxlen=_REMEMBERED_FAILURES)
         self.started_at = time.time()
-        self.hub = Hub(self._loop, JobKeys.make(), self._take, self._host_joined, self._host_down, self._take_at_once)
+        keys = JobKeys.make()
+        self.hub = Hub(self._loop, keys, self._take, self._host_joined, self._host_down, self._take_at_once)
         self.direct = DirectLinks(
             CONTROLLER,
             0,
@@ -148,6 +149,7 @@ class Client:
         self._debugging.install()
         self._console = open_console(self._loop, self.runtime, self.desk, lambda: list(self.hub.hosts.values()))
         start_thread(threading.Thread(target=self._judge_faults, name="monarch-faults", daemon=True))
+        set_program(keys.server_public, self.hub.admit_guests)
         self._loop.start("monarch-io")
         driving.set_link(self.hub.near)
 

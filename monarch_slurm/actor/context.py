@@ -144,6 +144,8 @@ _current: contextvars.ContextVar[Context | None] = contextvars.ContextVar("monar
 
 _boot_client: Callable[[], Instance] | None = None
 _proc_runtime: Runtime | None = None
+_program = ""
+_admit_guests: Callable[[], None] = lambda: None  # noqa: E731
 _make_proc_mesh: Callable[[ProcLayout, Shape], ProcMesh] | None = None
 _make_children: Callable[[Instance], list[ActorMesh[Any] | ProcMesh]] | None = None
 
@@ -173,6 +175,31 @@ def process_runtime() -> Runtime:
 def may_boot_client() -> bool:
     """Return whether this process may have a root instance, which procs may not."""
     return _boot_client is not None
+
+
+def set_program(program: str, admit_guests: Callable[[], None] = lambda: None) -> None:
+    """Say which program this process belongs to: the public key of its controller.
+
+    Args:
+        admit_guests: lets processes of other programs join; called when the first reference leaves this process.
+    """
+    global _program, _admit_guests
+    _program, _admit_guests = program, admit_guests
+
+
+def is_own(program: str) -> bool:
+    """Return whether a reference of ``program`` is one of the program that this process belongs to."""
+    return program in ("", _program)
+
+
+def publish(program: str) -> str:
+    """Return the program that a reference belongs to, for its pickle; empty stands for that of this process."""
+    global _admit_guests
+    if not is_own(program):
+        return program
+    admit, _admit_guests = _admit_guests, lambda: None
+    admit()
+    return _program
 
 
 def set_proc_mesh_maker(make: Callable[[ProcLayout, Shape], ProcMesh]) -> None:

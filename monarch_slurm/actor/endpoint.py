@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar, over
 from monarch_slurm.actor.context import context
 from monarch_slurm.actor.errors import ActorError
 from monarch_slurm.actor.future import Future
+from monarch_slurm.actor.guests import dumps_for, runtime_of
 from monarch_slurm.actor.messages import EXPLICIT_PORT, PLAIN_METHOD, PortAddress
 from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.actor.replies import VALUE, CountDown, lost_error
 from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
 from monarch_slurm.actor.value_mesh import ValueMesh
-from monarch_slurm.wire import dumps, loads
+from monarch_slurm.wire import loads
 from monarch_slurm.wire.arriving import when_whole
 from monarch_slurm.wire.pickle_fault import explain
 
@@ -267,8 +268,8 @@ class Endpoint(Generic[R]):
         on_error: Callable[[Callable[[], BaseException]], None],
     ) -> int:
         """Send, and return the number of the port that takes the answers."""
-        body = self._encode(args, kwargs)
-        runtime = context().actor_instance.runtime
+        runtime = runtime_of(self._mesh._program)
+        body = self._encode(runtime, args, kwargs)
 
         def reply(rank: int, status: str, frames: Any) -> None:
             if status == VALUE:
@@ -285,12 +286,13 @@ class Endpoint(Generic[R]):
         return port[2]
 
     def _send(self, args: Any, kwargs: Any, port: PortAddress | None, only: list[int] | None = None) -> None:
-        body = self._encode(args, kwargs)
         sender = context().actor_instance
-        receipt = self._ask_for_receipt(sender, only) if sender.body.hears_undeliverable else None
-        self._cast(sender.runtime, only, body, port, receipt)
+        runtime = runtime_of(self._mesh._program)
+        body = self._encode(runtime, args, kwargs)
+        receipt = self._ask_for_receipt(runtime, sender, only) if sender.body.hears_undeliverable else None
+        self._cast(runtime, only, body, port, receipt)
 
-    def _ask_for_receipt(self, sender: Instance, only: list[int] | None) -> PortAddress:
+    def _ask_for_receipt(self, runtime: Runtime, sender: Instance, only: list[int] | None) -> PortAddress:
         """Have ``sender`` told if the message does not come to one of its receivers."""
         ref, ndslice = self._mesh._ref, self._mesh._shape.ndslice
         bases = list(ndslice) if only is None else only
@@ -300,15 +302,15 @@ class Endpoint(Generic[R]):
             sender.body.undeliverable(UndeliverableMessageEnvelope(sender.display, dest, reason))
 
         ranks = [(ndslice.index(base), base) for base in bases]
-        return sender.runtime.expect_from(ref, ref.layout, ranks, lambda *_: None, lost)
+        return runtime.expect_from(ref, ref.layout, ranks, lambda *_: None, lost)
 
-    def _encode(self, args: Any, kwargs: Any) -> list[Any]:
+    def _encode(self, runtime: Runtime, args: Any, kwargs: Any) -> list[Any]:
         hidden = 2 if self._explicit else 1  # self, and the port where the endpoint asks for one
         signature, least, most = _signature(self._method)
         if kwargs or not least <= len(args) + hidden <= most:
             signature.bind(*(None,) * hidden, *args, **kwargs)
         try:
-            return dumps((args, kwargs))
+            return dumps_for(runtime, (args, kwargs))
         except Exception as error:
             named = signature.bind(*(None,) * hidden, *args, **kwargs).arguments
             explain(error, dict(list(named.items())[hidden:]), f"an argument of {self}")
@@ -377,7 +379,8 @@ def send(
     """Send a message whose answers, one per actor, go to ``port``."""
     shape = endpoint._mesh._shape
     only = None if selection == "all" else [random.choice(shape.ranks())]  # noqa: S311 - load balance, no secret
-    endpoint._send(args, kwargs, port._port if port is not None else None, only)
+    answers_to = port._seen_from(runtime_of(endpoint._mesh._program)) if port is not None else None
+    endpoint._send(args, kwargs, answers_to, only)
 
 
 class Accumulator(Generic[R, A]):

@@ -12,9 +12,10 @@ from typing import Any
 from monarch_slurm.actor.bootstrap import Bootstrap, command_fields
 from monarch_slurm.actor.code_sync import SyncResult, Workspace
 from monarch_slurm.actor.code_sync.sync import Copies, sync_workspace
-from monarch_slurm.actor.context import context
+from monarch_slurm.actor.context import context, publish
 from monarch_slurm.actor.errors import SupervisionError
 from monarch_slurm.actor.future import Future
+from monarch_slurm.actor.guests import check_own, runtime_of
 from monarch_slurm.actor.hosts_handle import HostsHandle, handle_of
 from monarch_slurm.actor.layout import ProcLayout
 from monarch_slurm.actor.log_options import set_logging
@@ -53,9 +54,16 @@ class HostMesh(ShapedMesh):
         self._handle = handle or HostsHandle()
         self._copies: dict[str, Copies] = {}
 
+    _program = ""
+    """The other program that they belong to."""
+
     @classmethod
-    def _reference(cls, hosts: tuple[str, ...], shape: Shape, python: str = "", key: str = "") -> HostMesh:
-        return cls(hosts, shape, owned=False, python=python, handle=handle_of(key) if key else None)
+    def _reference(
+        cls, hosts: tuple[str, ...], shape: Shape, python: str = "", key: str = "", program: str = ""
+    ) -> HostMesh:
+        mesh = cls(hosts, shape, owned=False, python=python, handle=handle_of(key) if key else None)
+        mesh._program = program
+        return mesh
 
     def _again(self) -> HostMesh:
         """Return a further mesh of the same hosts: `stop` of one leaves the procs of the other alone."""
@@ -71,7 +79,7 @@ class HostMesh(ShapedMesh):
 
     def _new_with_shape(self, shape: Shape) -> HostMesh:
         mesh = HostMesh(self._hosts, shape, owned=False, python=self._python, ready=self._ready, handle=self._handle)
-        mesh._copies = self._copies
+        mesh._copies, mesh._program = self._copies, self._program
         return mesh
 
     def with_python_executable(self, python_executable: str) -> HostMesh:
@@ -82,7 +90,7 @@ class HostMesh(ShapedMesh):
         """
         python = os.fspath(python_executable)
         mesh = HostMesh(self._hosts, self._mesh_shape, False, python, self._ready, self._handle)
-        mesh._copies = self._copies
+        mesh._copies, mesh._program = self._copies, self._program
         return mesh
 
     @property
@@ -102,7 +110,7 @@ class HostMesh(ShapedMesh):
 
     def _now_at(self) -> list[str]:
         """Return the ids of the hosts that are there now, in order of rank; lost ones may have been replaced."""
-        places = context().actor_instance.runtime.places
+        places = runtime_of(self._program).places
         return [places.now(self._hosts[rank]) for rank in self._shape.ndslice]
 
     @property
@@ -151,7 +159,7 @@ class HostMesh(ShapedMesh):
         Raises:
             ValueError: labels that overlap, or a ``proc_bind`` of the wrong length or form.
             TypeError: ``bootstrap`` does not pickle.
-            RuntimeError: the hosts have been shut down.
+            RuntimeError: the hosts have been shut down, or belong to another program.
         """
         self._check_usable()
         per_host = dict(per_host or {})
@@ -341,6 +349,7 @@ class HostMesh(ShapedMesh):
             raise RuntimeError(f"cannot {what} hosts through a slice of their mesh or one that was sent here")
 
     def _check_usable(self) -> None:
+        check_own(self._program, "spawn procs on hosts")
         if self._handle.ended:
             raise RuntimeError(f"HostMesh has already been {self._handle.ended}")
 
@@ -361,7 +370,13 @@ class HostMesh(ShapedMesh):
             self.shutdown().get()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HostMesh._reference, (self._hosts, self._mesh_shape, self._python, self._handle.key)
+        return HostMesh._reference, (
+            self._hosts,
+            self._mesh_shape,
+            self._python,
+            self._handle.key,
+            publish(self._program),
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HostMesh) and (self._hosts, self._mesh_shape) == (other._hosts, other._mesh_shape)
@@ -388,8 +403,8 @@ def this_host() -> HostMesh:
     return HostMesh((runtime.local_host,), Shape.unity(), owned=False, python=runtime.python)
 
 
-def _one_host(host: str) -> HostMesh:
-    return HostMesh((host,), Shape.unity(), owned=False)
+def _one_host(host: str, program: str) -> HostMesh:
+    return HostMesh._reference((host,), Shape.unity(), program=program)
 
 
 set_host_maker(_one_host)

@@ -12,12 +12,10 @@ from collections.abc import Callable
 
 from monarch_slurm.config import settings
 from monarch_slurm.host import AgentProcess, HostInfo, Hub, start_local_agent
-from monarch_slurm.host.identity import new_host_id
+from monarch_slurm.host.identity import LOOPBACK, new_host_id
 from monarch_slurm.wire import Loop, Timer, sweep_runtime_dirs
 
 logger = logging.getLogger(__name__)
-
-LOOPBACK = "127.0.0.1"
 
 
 class LocalHost:

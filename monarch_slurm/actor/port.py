@@ -8,12 +8,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from monarch_slurm.actor.context import context, current_instance
+from monarch_slurm.actor.context import context, current_instance, is_own, publish
 from monarch_slurm.actor.future import Future
+from monarch_slurm.actor.guests import dumps_for, receiving_runtime, runtime_of
 from monarch_slurm.actor.messages import PortAddress
 from monarch_slurm.actor.replies import EXCEPTION, VALUE
 from monarch_slurm.actor.undeliverable import UndeliverableMessageEnvelope
-from monarch_slurm.wire import CONTROLLER, Address, dumps, loads
+from monarch_slurm.wire import CONTROLLER, Address, loads
 from monarch_slurm.wire.arriving import when_whole
 from monarch_slurm.wire.pickle_fault import explain
 
@@ -30,6 +31,8 @@ class Port(Generic[R]):
         raise TypeError("a Port comes from Channel.open() or an endpoint with an explicit response port")
 
     _runtime: Runtime
+    """Of this process; it is in the other program if the port belongs to one."""
+    _program: str
     _port: PortAddress | None
     _rank: int
     _once: bool
@@ -39,9 +42,12 @@ class Port(Generic[R]):
     whose process has ended. It is dropped otherwise. The property does not travel with the port."""
 
     @classmethod
-    def _to(cls, runtime: Runtime, port: PortAddress | None, rank: int, once: bool = False) -> Port[Any]:
+    def _to(
+        cls, runtime: Runtime, port: PortAddress | None, rank: int, once: bool = False, program: str = ""
+    ) -> Port[Any]:
         made: Port[Any] = cls.__new__(cls)
         made._runtime, made._port, made._rank, made._once, made._used = runtime, port, rank, once, False
+        made._program = program
         return made
 
     def send(self, obj: R) -> None:
@@ -60,42 +66,60 @@ class Port(Generic[R]):
     def _post(self, status: str, value: Any) -> None:
         if self._once and self._used:
             raise RuntimeError("OncePortRef already used")
+        runtime = self._runtime if is_own(self._program) else runtime_of(self._program)
         try:
-            frames = dumps(value)
+            frames = dumps_for(runtime, value)
         except Exception as error:
             explain(error, {"value": value}, "sent to a port")
             raise
         self._used = True
         if self._port is not None:
-            self._runtime.post(self._port, self._rank, status, frames, **self._receipt(self._port))
+            runtime.post(self._port, self._rank, status, frames, **self._receipt(runtime, self._port))
 
-    def _receipt(self, port: PortAddress) -> dict[str, PortAddress]:
+    def _receipt(self, runtime: Runtime, port: PortAddress) -> dict[str, PortAddress]:
         """Have the sender told if what it sends does not come to the port's process; return what asks for that."""
         sender, process = current_instance(), Address(*port[:2])
         if sender is None or not sender.body.hears_undeliverable or not self.return_undeliverable:
             return {}
-        if process in (CONTROLLER, self._runtime.address):  # they do not end before the sender does
+        if process in (CONTROLLER, runtime.address):  # they do not end before the sender does
             return {}
 
         def lost(rank: int, reason: str) -> None:
             dest = f"port {port[2]} of proc {process.proc}"
             sender.body.undeliverable(UndeliverableMessageEnvelope(sender.display, dest, reason))
 
-        number = self._runtime.replies.expect({0: (process, None)}, lambda *_: None, lost)
-        reason = self._runtime.why_down(process, None)
+        number = runtime.replies.expect({0: (process, None)}, lambda *_: None, lost)
+        reason = runtime.why_down(process, None)
         if reason is not None:
-            self._runtime.replies.lose([process], lambda *_: reason)
-        return {"receipt": (*self._runtime.address, number)}
+            runtime.replies.lose([process], lambda *_: reason)
+        return {"receipt": (*runtime.address, number)}
+
+    def _seen_from(self, runtime: Runtime) -> PortAddress | None:
+        """Return where processes of the program that ``runtime`` is in send to this port.
+
+        Raises:
+            RuntimeError: it is a port of neither that program nor this process.
+        """
+        port = self._port
+        if port is None or (is_own(self._program) and runtime.guest_of == "") or runtime.guest_of == self._program:
+            return port
+        if is_own(self._program) and Address(*port[:2]) == self._runtime.address:
+            return (*runtime.address, port[2])  # a guest hands on what is for ports of its process
+        raise RuntimeError("answers of actors of another program can go to ports of that program and of this process")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebind, (self._port, self._rank, self._once)
+        runtime = receiving_runtime()
+        here = self._port is None or Address(*self._port[:2]) == self._runtime.address
+        if runtime is not None and is_own(self._program) and here:
+            return _rebind, (self._seen_from(runtime), self._rank, self._once, runtime.guest_of)
+        return _rebind, (self._port, self._rank, self._once, publish(self._program))
 
     def __repr__(self) -> str:
         return f"<Port {self._port}>"
 
 
-def _rebind(port: PortAddress | None, rank: int, once: bool) -> Port[Any]:
-    return Port._to(context().actor_instance.runtime, port, rank, once)
+def _rebind(port: PortAddress | None, rank: int, once: bool, program: str = "") -> Port[Any]:
+    return Port._to(context().actor_instance.runtime, port, rank, once, program)
 
 
 class PortReceiver(Generic[R]):

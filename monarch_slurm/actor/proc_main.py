@@ -13,7 +13,7 @@ from pathlib import Path
 from monarch_slurm.actor import driving, import_lock
 from monarch_slurm.actor.birth import make_cell
 from monarch_slurm.actor.code_sync.receiver import set_agent_folder
-from monarch_slurm.actor.context import set_client_boot, set_proc_runtime
+from monarch_slurm.actor.context import set_client_boot, set_proc_runtime, set_program
 from monarch_slurm.actor.debugger.hook import Debugging, call_ended
 from monarch_slurm.actor.direct import DirectLinks
 from monarch_slurm.actor.direct_link import kill_message
@@ -120,6 +120,7 @@ class _Proc:
 
     def _start(self, message: Message) -> None:
         fields = message.fields
+        set_program(fields["program"])
         self._runtime.places.update(fields["places"])
         labels, sizes = fields["shape"]
         rank = fields["rank"]

@@ -12,10 +12,11 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from monarch_slurm.actor.actor import Actor
 from monarch_slurm.actor.actor_mesh import ActorMesh, check_class
-from monarch_slurm.actor.context import Instance, context, set_children_maker, set_proc_mesh_maker
+from monarch_slurm.actor.context import Instance, context, is_own, publish, set_children_maker, set_proc_mesh_maker
 from monarch_slurm.actor.endpoint import NO_TENSORS, uses_loop
 from monarch_slurm.actor.errors import SupervisionError
 from monarch_slurm.actor.future import Future
+from monarch_slurm.actor.guests import check_own
 from monarch_slurm.actor.layout import ActorRef, ProcLayout
 from monarch_slurm.actor.log_options import check_logging, set_logging
 from monarch_slurm.actor.mesh_trait import ShapedMesh
@@ -30,12 +31,12 @@ from monarch_slurm.wire.pickle_fault import explain
 
 T = TypeVar("T", bound=Actor)
 
-HostMaker = Callable[[str], Any]
+HostMaker = Callable[[str, str], Any]
 _host_maker: HostMaker | None = None
 
 
 def set_host_maker(make: HostMaker) -> None:
-    """Say how the mesh of one host is made of its id; host meshes are defined on top of this module."""
+    """Say how the mesh of one host is made of its id and its program; host meshes are defined on top of this module."""
     global _host_maker
     _host_maker = make
 
@@ -65,16 +66,23 @@ class ProcMesh(ShapedMesh):
         self._stops = stops or _Stops()
         self._stopped: Future[None] | None = None
 
+    _program = ""
+    """The other program that it belongs to."""
+
     @classmethod
-    def _reference(cls, layout: ProcLayout, shape: Shape) -> ProcMesh:
-        return cls(layout, shape, layout.mesh)
+    def _reference(cls, layout: ProcLayout, shape: Shape, program: str = "") -> ProcMesh:
+        mesh = cls(layout, shape, layout.mesh)
+        mesh._program = program
+        return mesh
 
     @property
     def _shape(self) -> Shape:
         return self._mesh_shape
 
     def _new_with_shape(self, shape: Shape) -> ProcMesh:
-        return ProcMesh(self._layout, shape, self._name, self._ready, self._stops)
+        mesh = ProcMesh(self._layout, shape, self._name, self._ready, self._stops)
+        mesh._program = self._program
+        return mesh
 
     @property
     def initialized(self) -> Future[bool]:
@@ -98,7 +106,9 @@ class ProcMesh(ShapedMesh):
             raise NotImplementedError("host_mesh is defined for a mesh of one proc; slice it down to one")
         host = self._layout.hosts[self._shape.ndslice.offset // self._layout.per_host]
         assert _host_maker is not None
-        return _host_maker(context().actor_instance.runtime.local_host if host == CONTROLLER.host else host)
+        if not is_own(self._program):
+            return _host_maker(host, self._program)
+        return _host_maker(context().actor_instance.runtime.local_host if host == CONTROLLER.host else host, "")
 
     def spawn(self, name: str, Class: type[T], *args: Any, **kwargs: Any) -> T:  # noqa: N803 - Monarch's name
         """Start one actor per proc and return their mesh, without waiting for ``__init__``.
@@ -108,8 +118,9 @@ class ProcMesh(ShapedMesh):
         Raises:
             ValueError: ``Class`` is no Actor, or its endpoints do not fit together.
             TypeError: the arguments do not fit its ``__init__``, or do not pickle.
-            RuntimeError: the mesh has been stopped.
+            RuntimeError: the mesh has been stopped, or belongs to another program.
         """
+        check_own(self._program, "spawn actors on procs")
         Class = cast(type[T], get_actor_class(Class))  # noqa: N806 - Monarch's name
         asynchronous = check_arguments(Class, args, kwargs)
         if self._has_stopped():
@@ -151,7 +162,11 @@ class ProcMesh(ShapedMesh):
 
         A process that does not end within the setting ``process_exit_timeout`` (seconds) is killed. Of a slice only its
         own processes end. Stopping again is harmless.
+
+        Raises:
+            RuntimeError: the mesh belongs to another program.
         """
+        check_own(self._program, "stop procs")
         if self._stopped is None:
             future: Future[None] = Future._pending()
             future._what = f"stop() of {self!r}"
@@ -182,8 +197,9 @@ class ProcMesh(ShapedMesh):
 
         Raises:
             ValueError: there is no such level.
-            RuntimeError: a window without a stream.
+            RuntimeError: a window without a stream, or the mesh belongs to another program.
         """
+        check_own(self._program, "change the logging of procs")
         check_logging(stream_to_client, aggregate_window_sec, level)
         await set_logging(self._layout, self._shape.ndslice, stream_to_client, aggregate_window_sec, level)
         context().actor_instance.runtime.print_logs()
@@ -193,6 +209,7 @@ class ProcMesh(ShapedMesh):
 
     def _kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal to the procs of this mesh or slice."""
+        check_own(self._program, "send signals to procs")
         runtime = context().actor_instance.runtime
         runtime.ask_agents("kill", self._layout, self._shape.ndslice, signal=number)
 
@@ -213,7 +230,7 @@ class ProcMesh(ShapedMesh):
         self.stop().get()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ProcMesh._reference, (self._layout, self._mesh_shape)
+        return ProcMesh._reference, (self._layout, self._mesh_shape, publish(self._program))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ProcMesh) and (self._layout, self._mesh_shape) == (other._layout, other._mesh_shape)

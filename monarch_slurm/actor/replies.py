@@ -162,6 +162,7 @@ class ReplyTable:
         self._lock = threading.Lock()
         self._replies: dict[int, _Expected] = {}
         self._channels: dict[int, OnReply] = {}
+        self._over: Why | None = None
         self._by_key: dict[str, set[int]] = {}
         """Ports by the processes, and the proc meshes, that answers are waited for from."""
 
@@ -201,7 +202,17 @@ class ReplyTable:
             for key in waited_for.keys:
                 self._by_key.setdefault(key, set()).add(number)
             self._replies[number] = _Expected(on_reply, on_lost, waited_for, durable, keeper)
+            over = self._over
+        if over is not None:
+            self.end(over)
         return number
+
+    def end(self, why: Why) -> None:
+        """Give up all answers, and from now on each that is asked for: nobody can be reached any more."""
+        with self._lock:
+            self._over = why
+            processes = [process for expected in self._replies.values() for process in expected.answers.processes(())]
+        self.lose(processes, why)
 
     def take(self, number: int, rank: int, status: str, frames: Sequence[Buffer]) -> bool:
         """Hand on an answer; False if nobody waits for it."""

@@ -62,6 +62,7 @@ class Runtime:
         python: interpreter of the procs that are spawned on `this_host`; empty for the agent's.
         home: layout, shape and base rank of the proc mesh that this process belongs to.
         on_retire: told of a host whose place nobody is to take.
+        guest_of: the other program that this process has joined with this runtime; empty for its own.
         print_logs: prints lines that have come; in the client only.
     """
 
@@ -90,6 +91,7 @@ class Runtime:
         self.python = ""
         self.home: tuple[ProcLayout, Shape, int] | None = None
         self.on_retire: Callable[[str], None] = lambda host: None
+        self.guest_of = ""
         self.print_logs: Callable[[], None] = lambda: None
 
     def new_mesh_id(self, name: str) -> str:

@@ -18,14 +18,13 @@ from monarch_slurm.actor.client import Client, client, has_client
 from monarch_slurm.actor.future import Future
 from monarch_slurm.actor.host_mesh import HostMesh
 from monarch_slurm.actor.hosts_handle import HostsHandle
-from monarch_slurm.actor.local_host import LOOPBACK
 from monarch_slurm.actor.ndslice import Slice
 from monarch_slurm.actor.replies import CountDown
 from monarch_slurm.actor.shape import Shape
 from monarch_slurm.config import get_runtime_config, settings
 from monarch_slurm.host.attaching import AttachError, Candidate, attach_all
 from monarch_slurm.host.gateway import Gateway
-from monarch_slurm.host.identity import address_towards, new_host_id
+from monarch_slurm.host.identity import LOOPBACK, address_towards, new_host_id
 from monarch_slurm.host.worker import Worker
 from monarch_slurm.host.worker_address import WorkerAddress, WorkerAddressError, resolve, split_tcp
 from monarch_slurm.transport import BindSpec

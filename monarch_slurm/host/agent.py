@@ -47,6 +47,7 @@ from monarch_slurm.wire import (
     remove_runtime_dir,
 )
 from monarch_slurm.wire.arriving import Holding
+from monarch_slurm.wire.keys import write_invitation
 from monarch_slurm.wire.runtime_dir import SOCKET_NAME, sweep_away
 from monarch_slurm.wire.task_limits import zmq_context
 
@@ -97,6 +98,7 @@ class Agent:
         self._exit_code, self._ending = ENDED, False
         self._runtime_dir = make_runtime_dir()
         self._socket_path = self._runtime_dir / SOCKET_NAME
+        write_invitation(self._runtime_dir, invitation)  # for other programs of this user on this machine
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq_context()
         self._mailboxes = Mailboxes(host, name)
         self._owners: dict[str, Address] = {}
@@ -331,6 +333,7 @@ class Agent:
         if box is not None and box.first is not None:
             self._procs.reported(name)
             box.first.fields["places"] = self._places.table()
+            box.first.fields["program"] = self._invitation.server_public
             for message in (box.first, *box.actors, *box.messages):
                 if not self._holding.hold(name, message):
                     self._down.send(message, name)

@@ -16,7 +16,7 @@ from monarch_slurm.config import settings
 from monarch_slurm.host.caster import Caster
 from monarch_slurm.host.contacts import Contacts
 from monarch_slurm.host.exits import SILENT, UNRESPONSIVE, HostDown
-from monarch_slurm.host.identity import pid_space
+from monarch_slurm.host.identity import LOOPBACK, pid_space
 from monarch_slurm.host.incoming import Incoming
 from monarch_slurm.host.places import Places
 from monarch_slurm.host.shares import FOR_OTHERS, for_one_host
@@ -35,16 +35,14 @@ from monarch_slurm.wire import (
     WireError,
 )
 from monarch_slurm.wire.agent_links import AgentLinks
+from monarch_slurm.wire.arriving import late_frames
 from monarch_slurm.wire.sockets import bind_tcp, make_router
 from monarch_slurm.wire.stream_link import large_parts_in_files
 from monarch_slurm.wire.task_limits import zmq_context
 
 logger = logging.getLogger(__name__)
 
-_NOT_OURS = (
-    "this program never had that host: the reference belongs to another program, or to an earlier run; only the "
-    "program that has spawned a mesh, and its procs, can use it"
-)
+_NOT_OURS = "this program never had that host: the reference belongs to another program, or to an earlier run"
 
 _AGENT_SETTINGS = (
     "heartbeat_interval",
@@ -81,6 +79,8 @@ class Hub:
 
     Attributes:
         places: which hosts have taken the place of others; what is sent to one of those goes to its stand-in.
+        guests: processes of other programs that have joined to call actors of this one. They are sent news as hosts
+            are, and have no procs.
         find_stand_in: asked before anybody is told of a host's end: the id of the host that takes its place, and what
             people know it as.
         on_passed: called with what a host has sent to others, after it was passed on.
@@ -104,6 +104,7 @@ class Hub:
         self.find_stand_in: Callable[[HostDown], tuple[str, str] | None] = lambda down: None
         self.on_passed: Callable[[Message], None] = lambda message: None
         self.hosts: dict[str, HostInfo] = {}
+        self.guests: dict[str, HostInfo] = {}
         self._endpoints: dict[str, str] = {}
         self._expected: dict[str, list[Message]] = {}
         self._watched: set[str] = set()
@@ -148,10 +149,11 @@ class Hub:
             BindError: the address is not one of this machine, or the port is taken.
             SocketPathError: there is no folder for a Unix socket.
         """
-        if ip not in self._endpoints:
-            self._endpoints[ip] = self._link.with_socket(lambda socket: bind_tcp(socket, ip, self._keys, port))
+        with self._lock:
+            if ip not in self._endpoints:
+                self._endpoints[ip] = self._link.with_socket(lambda socket: bind_tcp(socket, ip, self._keys, port))
         keys = self._keys
-        return Invitation(
+        invitation = Invitation(
             self._endpoints[ip],
             keys.server_public,
             keys.agent_public,
@@ -160,6 +162,14 @@ class Hub:
             os.getpid(),
             self._link.near_path(),
         )
+        self._link.publish(invitation)
+        return invitation
+
+    def admit_guests(self) -> None:
+        """Have processes of other programs on this machine find this one. For any thread."""
+        with self._lock:
+            if not self._endpoints:
+                self.invitation(LOOPBACK)
 
     def send(self, message: Message) -> None:
         """Send ``message`` to its host. For any thread. News of the host's end comes back if it is gone.
@@ -191,8 +201,13 @@ class Hub:
         self._loop.call_soon(lambda: self._undeliverable(message))
 
     def _prepare(self, message: Message, hosts: Iterable[str]) -> None:
-        """Copy what is large before the lock is taken: the loop's thread waits for that lock, too."""
-        if message.body and any(self._link.near.knows(host) or host not in self.hosts for host in hosts):
+        """Copy what is large before the lock is taken: the loop's thread waits for that lock, too.
+
+        What has not all come yet is copied when it has: it comes on the loop's thread, which must not wait for it here.
+        """
+        if not message.body or late_frames(message.body):
+            return
+        if any(self._link.near.knows(host) or host not in self.hosts for host in hosts):
             large_parts_in_files(message)
 
     def _redirect(self, message: Message) -> None:
@@ -236,7 +251,7 @@ class Hub:
         """Tell all agents to end with their procs, which may take ``timeout`` seconds."""
         self._ending = True
         with self._lock:
-            hosts = [*self.hosts, *self._expected]
+            hosts = [*self.hosts, *self._expected, *self.guests]
         for host in hosts:
             self.send(Message("shutdown", Address(host, AGENT), CONTROLLER, {"timeout": timeout, "release": True}))
 
@@ -279,9 +294,12 @@ class Hub:
         elif message.kind not in ("host_down", "proc_down"):
             self._send_quietly(notice)
 
+    def _peers(self) -> list[str]:
+        return [*self.hosts, *self.guests]
+
     def _publish(self, message: Message) -> None:
         """Tell everybody: all agents, and this process. For any thread; nothing that it sends later is there before."""
-        for peer in list(self.hosts):
+        for peer in self._peers():
             self._send_quietly(Message(message.kind, Address(peer, AGENT), CONTROLLER, message.fields))
         self._loop.call_soon(lambda: self._on_message(message))
 
@@ -321,7 +339,7 @@ class Hub:
             return
         if message.kind == "proc_down":
             with self._lock:
-                told = self._contacts.of_proc(message.fields, self.hosts)
+                told = self._contacts.of_proc(message.fields, self._peers())
             self._tell_agents(message, told - {message.src.host})
         self._on_message(message)
 
@@ -331,7 +349,7 @@ class Hub:
         return self._incoming.take_quickly(peer, message)
 
     def _agent_fault(self, peer: str, error: WireError) -> None:
-        if peer in self.hosts:
+        if peer in self.hosts or peer in self.guests:
             self._host_down(peer, f"the connection to its agent broke: {error}")
 
     def _agent_closed(self, peer: str) -> None:
@@ -343,15 +361,18 @@ class Hub:
         info = HostInfo(peer, fields["name"], fields["hostname"], fields["pid"], fields["address"])
         if fields.get("endpoint") not in self._endpoints.values():
             self._relayed.add(peer)
+        guest = fields.get("guest", False)
         with self._lock:
             welcomed = {"settings": _agent_settings(), "places": self.places.table()}
             welcome = Message("welcome", Address(peer, AGENT), CONTROLLER, welcomed)
-            self.hosts[peer] = info
+            (self.guests if guest else self.hosts)[peer] = info
             self._incoming.join(peer)
             for waiting in [welcome, *self._expected.pop(peer, [])]:
                 self._send_quietly(waiting)
-            self._caster.join(peer)
-        self._on_joined(info)
+            if not guest:
+                self._caster.join(peer)
+        if not guest:
+            self._on_joined(info)
 
     def _left(self, peer: str) -> None:
         info = self._forget(peer)
@@ -361,7 +382,7 @@ class Hub:
 
     def _forget(self, peer: str) -> HostInfo | None:
         with self._lock:
-            info = self.hosts.pop(peer, None)
+            info = self.hosts.pop(peer, None) or self.guests.pop(peer, None)
             self._liveness.forget(peer)
             self._relayed.discard(peer)
             self._incoming.leave(peer)
@@ -372,7 +393,7 @@ class Hub:
         self._judge(self._loop.awake)
         with self._lock:
             self._caster.beat()
-        for peer in list(self.hosts):
+        for peer in self._peers():
             folds = self._incoming.folds(peer)
             acknowledged = {"folds": folds} if folds else {}
             try:
@@ -396,10 +417,11 @@ class Hub:
                 self._host_down(peer, f"{SILENT} for {self._network_limit:g} s", silent=True)
 
     def _host_down(self, peer: str, cause: str, silent: bool = False) -> None:
+        ordinary = self._ending or peer in self.guests
         info = self._forget(peer)
         if info is None:
             return
-        logger.log(logging.DEBUG if self._ending else logging.ERROR, "host %s is lost: %s", info.name, cause)
+        logger.log(logging.DEBUG if ordinary else logging.ERROR, "host %s is lost: %s", info.name, cause)
         self._send_quietly(Message("fenced", Address(peer, AGENT), CONTROLLER, {"cause": cause}))
         self._tell_host_down(HostDown(peer, info.name, cause, time.time(), silent=silent))
 
@@ -413,7 +435,8 @@ class Hub:
                 self.places.move(down.host, host)
         self._gone[down.host] = down
         with self._lock:
-            told = set(self.hosts) if down.stand_in else self._contacts.of_host(down.host, self.hosts)
+            peers = self._peers()
+            told = set(peers) if down.stand_in else self._contacts.of_host(down.host, peers)
         self._tell_agents(Message("host_down", Address("", AGENT), CONTROLLER, down.to_fields()), told)
         self._on_host_down(down)
 

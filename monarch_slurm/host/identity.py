@@ -12,6 +12,8 @@ from monarch_slurm.errors import MonarchSlurmError
 ADDRESS_VARIABLE = "MONARCH_SLURM_ADDRESS"
 """Procs find the IP address of their host in this environment variable."""
 
+LOOPBACK = "127.0.0.1"
+
 SUPERVISED_VARIABLE = "MONARCH_SLURM_SUPERVISED"
 """Set in an agent's environment: SIGTERM is not for the agent and its procs; its supervisor ends them by SIGHUP.
 

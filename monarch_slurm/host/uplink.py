@@ -24,14 +24,16 @@ def dial_controller(
     on_message: MessageHandler,
     on_fault: FaultHandler,
     on_closed: ClosedHandler,
+    batch: bool = True,
 ) -> Link | StreamLink:
-    """Return a link to the controller of ``invitation``, which knows this agent as ``host``.
+    """Return a link to the controller of ``invitation``, which knows this agent, or this guest, as ``host``.
 
     Args:
         on_closed: called when the controller has hung up; where it is on another machine, only its silence tells.
+        batch: the loop's thread alone sends.
     """
     if invitation.near and invitation.controller_host == pid_space():
-        near = StreamLink(loop, on_message, on_fault, on_closed, batch=True)
+        near = StreamLink(loop, on_message, on_fault, on_closed, batch=batch)
         try:
             near.connect(Path(invitation.near), host)
         except (OSError, WireError) as error:  # a container may share the machine, but not the folder

@@ -12,11 +12,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from monarch_slurm.host.invitations import FOLDER_VARIABLE as FOLDER_VARIABLE
 from monarch_slurm.job.errors import JobFolderError, JobSpecError
 from monarch_slurm.wire.admin import ADMIN_FILE
 
-FOLDER_VARIABLE = "MONARCH_SLURM_JOB_FOLDER"
-"""Environment variable of every process of a job: its folder."""
 _FORBIDDEN = re.compile(r"[%\\\n\r]")
 
 

@@ -11,6 +11,7 @@ import zmq
 
 from monarch_slurm.wire.arriving import Holding
 from monarch_slurm.wire.frames import Address, Message
+from monarch_slurm.wire.keys import Invitation, write_invitation
 from monarch_slurm.wire.link import FaultHandler, Link, MessageHandler, UnknownPeerError
 from monarch_slurm.wire.loop import Loop
 from monarch_slurm.wire.order import QuickHandler
@@ -57,6 +58,10 @@ class AgentLinks:
                 self._folder = make_runtime_dir()
                 self.near.listen(self._folder / CONTROLLER_SOCKET)
             return str(self._folder / CONTROLLER_SOCKET)
+
+    def publish(self, invitation: Invitation) -> None:
+        """Put ``invitation`` beside the Unix socket, for programs of this user on this machine."""
+        write_invitation(Path(self.near_path()).parent, invitation)
 
     def with_socket(self, use: Callable[[zmq.Socket[bytes]], str]) -> str:
         """See `Link.with_socket`."""

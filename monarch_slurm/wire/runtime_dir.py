@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from monarch_slurm.config import settings
@@ -117,6 +118,19 @@ def _make_locked(base: Path, prefix: str) -> Path:
             _locks[folder] = lock
             return folder
         os.close(lock)
+
+
+def runtime_dirs() -> Iterator[Path]:
+    """Yield the private folders of this user's processes on this machine, those of processes that were killed, too."""
+    standard = (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.getuid()}", "/tmp")  # noqa: S108
+    bases = dict.fromkeys([_base(), *(Path(base) for base in standard if base)])
+    for base in bases:
+        # The agent of a node of a job has its folder in that of the process that watches it.
+        for pattern in (f"{_prefix()}*", f"{_prefix()}*/{_prefix()}*"):
+            for folder in base.glob(pattern):
+                with contextlib.suppress(OSError, SocketPathError):  # it went away meanwhile, or is not ours
+                    check_private(folder)
+                    yield folder
 
 
 def sweep_runtime_dirs() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from counter import Counter
 from recorded_faults import Faults
-from support import DEADLINE, REPOSITORY, Program, wait_until
+from support import DEADLINE, wait_until
 
 from monarch_slurm.actor import (
     Channel,
@@ -186,33 +185,3 @@ def test_send_to_a_port_of_another_process(nodes: Any) -> None:
     port, receiver = Channel.open_ranked()
     send(nodes.rank, (), {}, port)
     assert sorted(receiver.recv().get(DEADLINE) for _ in range(4)) == [(0, 0), (1, 1), (2, 2), (3, 3)]
-
-
-OTHER = """
-    import pickle, threading
-    from counter import Counter
-    from monarch_slurm.actor import Channel, this_host, this_proc
-    procs = this_host().spawn_procs({"n": 2})
-    counters, here = procs.spawn("counter", Counter, 0), this_proc().spawn("here", Counter, 0)
-    counters.initialized.get(60)
-    ports = [Channel.open() for _ in range(100)]
-    print("references", pickle.dumps((counters, here, [port for port, _ in ports])).hex(), flush=True)
-    threading.Event().wait()
-"""
-
-
-def test_references_of_another_program_are_refused_and_reach_nobody_here(program: Callable[..., Program]) -> None:
-    other = program(OTHER, env={"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"})
-    counters, here, ports = pickle.loads(bytes.fromhex(other.expect("references")))
-    mine = [Channel[str].open() for _ in range(100)]
-    text = "the reference belongs to another program"
-    for port in ports:
-        port.send("theirs")
-    for use in (lambda: counters.add.call(1), lambda: counters.slice(n=1).add.call_one(1)):
-        with pytest.raises(SupervisionError, match=text):
-            use().get(DEADLINE)
-    with pytest.raises(SupervisionError, match="this process has no such actor"):
-        here.add.call_one(1).get(DEADLINE)
-    for port, _ in mine:
-        port.send("mine")
-    assert [receiver.recv().get(DEADLINE) for _, receiver in mine] == ["mine"] * 100
