@@ -19,6 +19,8 @@ BENCH = REPOSITORY / "bench"
 
 SMALLEST = {
     "actors.py": ["--groups", "latency,mesh_call", "--passes", "1", "--scale", "0.01"],
+    "busy_machine.py": ["--seconds", "2", "--load", "4", "--large-mb", "20", "--stop-seconds", "0.2", "--pause", "0.5"],
+    "payloads.py": ["--sizes", "2", "--passes", "1"],
     "rdma.py": ["host", "--runs", "1"],
     "recovery.py": ["--injections", "1", "--kinds", "kill"],
     "scale.py": ["--hosts", "2", "--procs", "1", "--processes", "1", "--seconds", "0.05"],
@@ -39,6 +41,7 @@ ON_GPUS = {
 STARTED_BY_OTHERS = {
     "scale_agents.py": "scale.py",
     "runtimes/monarch_api.py": "actors.py",
+    "runtimes/payload_api.py": "payloads.py",
     "runtimes/samples.py": "actors.py",
     "plots.py": "rdma.py",
     "gpu/meshes.py": "gpu/hardware.py",
