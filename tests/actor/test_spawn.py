@@ -95,6 +95,7 @@ def test_wrong_arguments_of_spawn_procs() -> None:
 
 
 def test_environment_reaches_procs(spawn: Callable[..., ProcMesh], monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn().initialized.get(DEADLINE)  # the agent of this machine has the environment in which it was started
     monkeypatch.setenv("MONARCH_FORWARDED", "from the client")
     monkeypatch.setenv("OTHER", "not forwarded")
     actor = environment_of(spawn(env={"GIVEN": "given", "HOME": None}))

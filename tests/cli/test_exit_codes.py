@@ -48,7 +48,11 @@ CASES: list[tuple[list[str], int, str]] = [
     (["logs", "12"], FAILED, "no Slurm here"),
     (["logs", "."], WRONG, "is not the folder of a job"),
     (["shell", "--job", "0"], WRONG, "'0': a job's number in Slurm expected"),
-    (["shell"], FAILED, "salloc --nodes 2 --exclusive monarch-slurm shell or name a job of yours that runs: --job ID"),
+    (
+        ["shell"],
+        FAILED,
+        "monarch-slurm shell), or name one of your running jobs with --job ID",
+    ),
     (["stacks", "--pid", "x"], WRONG, "valid integer"),
     (["stacks", "--pid", "999999999"], FAILED, "no program of yours with pid 999999999"),
     (["status", "a_run"], WRONG, "is the folder of a run, not of a job of Slurm: journal.jsonl"),

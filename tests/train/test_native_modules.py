@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from job_agents import Agent
+from support import DEADLINE
 
 from monarch_slurm.actor import this_host
+from monarch_slurm.controller import gather_hosts, publish
 from monarch_slurm.native_build import built_native
 from monarch_slurm.train.native_modules import MODULES, NativeModulesError, build_on_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.train]
 
 
-def test_a_host_that_cannot_build_them_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MONARCH_SLURM_NATIVE_CACHE", str(tmp_path))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    hosts = this_host()
+def test_a_host_that_cannot_build_them_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agents: Callable[..., Agent]
+) -> None:
+    monkeypatch.setenv("MONARCH_SLURM_NATIVE_CACHE", str(tmp_path / "cache"))
+    publish(tmp_path / "job", address="127.0.0.1")
+    agents(tmp_path / "job", "one", {"CXX": "no-such-compiler"})
+    hosts = gather_hosts(["one"], timeout=DEADLINE)
     with pytest.raises(NativeModulesError, match="--replica-backend ccl: CXX=no-such-compiler"):
         build_on_hosts(hosts)
     assert not list(tmp_path.rglob("*.so"))
