@@ -22,8 +22,12 @@ TELLS = (
 import time
 import monarch_slurm.actor as actor
 
+def say(text):  # in one piece: failures are noted on another thread, and print() writes in pieces
+    sys.stdout.write(text + "\\n")
+    sys.stdout.flush()
+
 def note(failure):
-    print("fault:", failure.report().splitlines()[0], flush=True)
+    say(f"fault: {failure.report().splitlines()[0]}")
 
 actor.unhandled_fault_hook = note
 
@@ -33,7 +37,7 @@ def tell_who_answers(ask):
     while not os.path.exists("stop"):
         here = ask()
         if here not in (None, last):
-            print("answering:", *here, flush=True)
+            say(" ".join(["answering:", *here]))
             last = here
         time.sleep(0.03)
 """
