@@ -27,6 +27,7 @@ BASE = {
     "interrupts",
     "monarch_keys",
     "prompt",
+    "py_buffer",
     "rank_ranges",
     "tensor_memory",
     "transport",

@@ -12,6 +12,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, cast
 
+from monarch_slurm.py_buffer import PyBuffer, get_buffer, release_buffer
 from monarch_slurm.tensor_memory import check_memory
 
 
@@ -76,33 +77,16 @@ class Memory:
     stager: Stager | None = None
 
 
-class _PyBuffer(ctypes.Structure):
-    # struct Py_buffer of the C API; `obj` is untyped, since the reference in it belongs to PyBuffer_Release.
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
 class _Export:
     """Holds a buffer export, so that its owner can neither move nor free it (a bytearray cannot be resized)."""
 
     def __init__(self, data: memoryview) -> None:
-        raw = _PyBuffer()
-        ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(data), ctypes.byref(raw), 0)
+        raw = PyBuffer()
+        get_buffer(data, ctypes.byref(raw), 0)
         self.address = raw.buf or 0
         self.nbytes = int(raw.len)
         self.readonly = bool(raw.readonly)
-        weakref.finalize(self, ctypes.pythonapi.PyBuffer_Release, ctypes.byref(raw)).atexit = False
+        weakref.finalize(self, release_buffer, ctypes.byref(raw)).atexit = False
 
 
 def memory_of(data: Any) -> Memory:

@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+from monarch_slurm.py_buffer import PyBuffer, get_buffer, release_buffer
+
 PAGE_BYTES = mmap.PAGESIZE
 
 KEPT_BYTES = 256 * 2**20
@@ -43,40 +45,15 @@ _FAILED = ctypes.c_void_p(-1).value
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
 
 
-class _BufferInfo(ctypes.Structure):
-    """Py_buffer of CPython's C API, which tells the address of buffers that nobody may write to, too."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.py_object),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-# Prototypes of this module alone: others declare these functions with structures of their own.
-_get_buffer = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_BufferInfo), ctypes.c_int)(
-    ("PyObject_GetBuffer", ctypes.pythonapi)
-)
-_release_buffer = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_BufferInfo))(("PyBuffer_Release", ctypes.pythonapi))
-
-
 @contextlib.contextmanager
 def address_of(data: bytes | bytearray | memoryview) -> Iterator[int]:
     """Give the address of contiguous bytes, which stay there inside of the ``with``."""
-    info = _BufferInfo()
-    _get_buffer(data, ctypes.byref(info), 0)
+    info = PyBuffer()
+    get_buffer(data, ctypes.byref(info), 0)
     try:
         yield info.buf or 0
     finally:
-        _release_buffer(ctypes.byref(info))
+        release_buffer(ctypes.byref(info))
 
 
 def copy_memory(to: int, source: int, size: int) -> None:
