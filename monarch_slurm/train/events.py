@@ -13,7 +13,7 @@ From trainers (`TRAINER_KINDS`):
   of the whole run so far), ``lr``, ``seconds``
 - ``quorum_asked``: ``step`` (manager step)
 - ``quorum``: ``quorum_id``, ``participants``, ``step``, ``healing`` (bool), ``seconds`` (wait)
-- ``state_sent``: ``step``, ``bytes``, ``sha256`` (None unless verified), ``to`` (count of receivers)
+- ``state_sent``: ``step``, ``bytes``, ``sha256``, ``to`` (count of receivers)
 - ``state_received``: ``step``, ``bytes``, ``sha256``, ``seconds``
 - ``sync``: ``step``, ``committed`` (bool), ``participants``, ``tokens`` (committed tokens of the run), ``seconds`` (the
   whole sync)

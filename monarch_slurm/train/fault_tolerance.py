@@ -42,7 +42,8 @@ from monarch_slurm.train.addresses import in_url
 from monarch_slurm.train.config import Place, TrainConfig
 from monarch_slurm.train.group import ReplicaGroup
 from monarch_slurm.train.replica import Replica
-from monarch_slurm.train.transfer import StateTransport, Transfer
+from monarch_slurm.train.torchft_keys import TorchftKeys
+from monarch_slurm.train.transfer import StateTransport, Transfer, UntrustedStateError
 from monarch_slurm.wire.ports import ports_to_try
 
 Emit = Callable[..., None]
@@ -152,7 +153,7 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         self._healed = False
         self._last_sync: Sync | None = None
         self.group = _replica_group(config, place)
-        self.transport = StateTransport(place.address, config.collective_timeout, meshes, verify=config.verify_state)
+        self.transport = StateTransport(place.address, config.collective_timeout, meshes)
         os.environ.setdefault("TOKIO_WORKER_THREADS", "2")  # one thread per core otherwise, for a heartbeat
         try:
             with _manager_server_on(place.address):
@@ -174,7 +175,7 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
                     replica_id=f"replica_{place.replica:06d}",
                     hostname=in_url(place.address),
                     heartbeat_interval=timedelta(seconds=config.heartbeat_interval),
-                    checkpoint_transport=self.transport,
+                    checkpoint_transport=TorchftKeys(self.transport, lambda: self._quorums.rank),
                     init_sync=False,
                 )
         except RuntimeError as error:
@@ -209,6 +210,7 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         Raises:
             QuorumError: it took longer than ``quorum_timeout``.
             StateLostError: nobody in the quorum has the steps that the run had committed.
+            UntrustedStateError: the state that came is not what the donor has announced; nothing was loaded.
         """
         self._on_sync()
         if torch.cuda.is_available():
@@ -243,6 +245,9 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         if self.errored() is not None:
             # This sync is lost. The peers must not wait for this replica in their collectives until those time out.
             self.group.hang_up()
+            cause = self.errored().original_exception
+            if isinstance(cause, UntrustedStateError):
+                raise cause  # the next sync would have to trust the same donor
             return
         if self.current_step() < self._place.committed_step:
             raise StateLostError(
@@ -254,7 +259,9 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
             self._verify_received()
 
     def _verify_received(self) -> None:
-        """Hash the state as it is now, in the live modules; peers wait for that, but a copy would cost still more."""
+        """Hash the state again as it is now, in the live modules: the transport has hashed what came, before that was
+        loaded. Peers wait for that, but a copy would cost still more.
+        """
         transfer = self.transport.received.pop()
         if self._verify:
             known: Future[str] = Future()
@@ -282,16 +289,15 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         """Emit the transfers whose hashes are known by now, oldest first; all of them with ``wait``."""
         while self._reports:
             kind, transfer = self._reports[0]
-            if transfer.sha256 is not None and not wait and not transfer.sha256.done():
+            if not wait and not transfer.sha256.done():
                 return
-            sha256 = None if transfer.sha256 is None else transfer.sha256.result()
             fields: dict[str, Any] = {"to": transfer.receivers} if kind == "state_sent" else {}
             self._emit(
                 kind,
                 t=transfer.at,
                 step=transfer.step,
                 bytes=transfer.nbytes,
-                sha256=sha256,
+                sha256=transfer.sha256.result(),
                 seconds=transfer.seconds,
                 **fields,
             )
@@ -333,11 +339,12 @@ class _Quorums:
 
     Attributes:
         up_to_date: members of the last quorum that had the state of the run when they asked.
+        rank: of this replica in it.
     """
 
     def __init__(self, client: Any, while_waiting: Callable[[], None]) -> None:
         self._client, self._while_waiting = client, while_waiting
-        self.up_to_date = 0
+        self.up_to_date = self.rank = 0
 
     def _quorum(self, **asked: Any) -> Any:
         answer: Future[Any] = Future()
@@ -358,7 +365,7 @@ class _Quorums:
                 self._while_waiting()
                 time.sleep(_WAITING_TICK)
         quorum = answer.result()
-        self.up_to_date = int(quorum.max_world_size)
+        self.up_to_date, self.rank = int(quorum.max_world_size), int(quorum.replica_rank)
         return quorum
 
     def __getattr__(self, name: str) -> Any:

@@ -29,7 +29,7 @@ from monarch_slurm.train.injection import Injection
 from monarch_slurm.train.native_modules import build_on_hosts
 from monarch_slurm.train.saved import SavedState, SavedStateError, mark_saved, remove_unused
 from monarch_slurm.train.saving import Saving
-from monarch_slurm.train.supervisor import TRAINER_ENV, ReplicaActor, RestartPolicy
+from monarch_slurm.train.supervisor import STOPS_RUN, TRAINER_ENV, ReplicaActor, RestartPolicy
 from monarch_slurm.train.trainer import LighthouseActor
 
 logger = logging.getLogger(__name__)
@@ -425,6 +425,8 @@ class Run:
         elif kind == "finished":
             state.finished.add(item["rank"])
             self._first_finished = self._first_finished or time.monotonic()
+        elif kind == "error" and item["error"].partition(":")[0] == STOPS_RUN and not self._failed:
+            raise RunFailedError(f"replica {item['replica']} refused a state, and the run was stopped: {item['error']}")
         elif kind == "host_lost":
             self._tell(lambda supervisor: supervisor.peer_lost.broadcast(item["replica"]))
         elif kind == "replica_lost":

@@ -50,7 +50,10 @@ PEER_LOST_PATIENCE = 1.0
 _PULSE_SECONDS = 0.5
 """Pause between a sign of life and the next question for one."""
 
-NOT_RETRIED = ("ConfigError", "DataError", "NonFiniteLossError", "SavedStateError", "StateLostError")
+STOPS_RUN = "UntrustedStateError"
+"""The error of the engine that ends the whole run: a replica was to get a state that no donor has announced."""
+
+NOT_RETRIED = ("ConfigError", "DataError", "NonFiniteLossError", "SavedStateError", "StateLostError", STOPS_RUN)
 """Errors of the engine that another start would only meet again."""
 
 

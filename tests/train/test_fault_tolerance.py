@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -14,6 +16,7 @@ from monarch_slurm.train import fault_tolerance
 from monarch_slurm.train.config import Place, TrainConfig
 from monarch_slurm.train.fault_tolerance import QuorumError, ReplicaManager, start_lighthouse
 from monarch_slurm.train.replica import open_replica
+from monarch_slurm.train.transfer import StateTransport, UntrustedStateError
 
 CONFIG = TrainConfig(replicas=2)
 torchft_manager = fault_tolerance.torchft.manager  # torchft reads its log level when it is first imported
@@ -111,3 +114,35 @@ def test_servers_of_torchft_take_free_ports_of_the_range() -> None:
     assert ports <= set(range(port + 1, port + 21))
     for server, _ in servers:
         server.shutdown()
+
+
+def test_a_state_that_is_not_the_announced_one_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, url = start_lighthouse("127.0.0.1", CONFIG)
+    places = [Place(0, 0, 1, 0, url), Place(1, 0, 1, 0, url)]
+    replicas = [open_replica(place, 5.0) for place in places]
+    donor, joiner = managers = [
+        ReplicaManager(CONFIG, place, replica, lambda *_, **__: None, lambda: None, {})
+        for place, replica in zip(places, replicas, strict=True)
+    ]
+    loaded: list[float] = []
+    donor.register_state_dict_fn("w", lambda _: None, lambda: [5.0])
+    joiner.register_state_dict_fn("w", loaded.extend, lambda: [1.0])
+    donor._step = 7
+    expect = StateTransport.expect
+
+    def expect_another(
+        self: StateTransport, step: int, member: str, key: bytes, announced: Callable[[], str] | None, donor: str
+    ) -> None:
+        expect(self, step, member, key, lambda: "f" * 64, donor)
+
+    monkeypatch.setattr(StateTransport, "expect", expect_another)
+    with ThreadPoolExecutor(1) as pool:
+        sync = pool.submit(donor.start_quorum)
+        with pytest.raises(UntrustedStateError, match=r"step 7 that replica rank 1 got from replica rank 0 .*ffff"):
+            joiner.start_quorum()
+        sync.result()
+    assert loaded == []
+    assert joiner.current_step() == 0
+    for manager in managers:
+        manager.close()
+    server.shutdown()

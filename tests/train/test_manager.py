@@ -10,7 +10,7 @@ from monarch_slurm.actor import HostMesh, Shape, Slice
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.train.config import TrainConfig
 from monarch_slurm.train.events import event
-from monarch_slurm.train.manager import Run, share_hosts
+from monarch_slurm.train.manager import Run, RunFailedError, share_hosts
 from monarch_slurm.train.saved import SavedState, find_saved, state_path, write_snapshot
 
 
@@ -59,4 +59,12 @@ def test_a_state_counts_when_its_files_are_seen_here(tmp_path: Path, caplog: pyt
     run._take(event(**told))
     assert find_saved(tmp_path) == SavedState(str(tmp_path), 4, 1, (sha256,), (size,))
     assert [item["kind"] for item in run.events] == ["saved", "saved", "state_saved"]
+    run._journal.close()
+
+
+def test_a_state_that_a_replica_refused_ends_the_run(tmp_path: Path) -> None:
+    run = Run(TrainConfig(replicas=4), tmp_path)
+    refused = "UntrustedStateError: the state of step 4 that replica 1 got from replica 2 has the hash a, but b"
+    with pytest.raises(RunFailedError, match=f"replica 1 refused a state, and the run was stopped: {refused}"):
+        run._take(event("error", replica=1, generation=0, rank=0, error=refused, traceback=""))
     run._journal.close()
