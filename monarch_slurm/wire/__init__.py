@@ -7,6 +7,7 @@
 - `stream_link`: the same over Unix streams (`stream`), between processes of one machine; `agent_links`: both
 - `order`: what a thread that reads takes itself, and what it leaves to the loop
 - `sockets`: tcp with CURVE, who may talk
+- `origin`, `admission`, `guarded_listener`: which peers may stay at a listener before they have proved themselves
 - `runtime_dir`: that private folder
 - `keys`: the job's keys and the file that hands them on
 - `liveness`: who has been silent for too long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -18,6 +19,26 @@ class LimitError(MonarchSlurmError):
     """This process may open no more; the text says which limit that is, and how it is raised."""
 
 
+MOST_DESCRIPTORS = 1 << 20
+"""A soft limit is not raised above this, the kernel's own default (fs.nr_open): some programs go through all numbers
+below the limit."""
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the soft limit of descriptors of this process, and of those that it starts, to the hard limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it; the limit is as it was
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def descriptors_allowed() -> int:
+    """Return how many descriptors this process may have open."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+
+
 def descriptors_in_use() -> int:
     """Return the number of descriptors that this process has open."""
     try:
@@ -25,13 +46,12 @@ def descriptors_in_use() -> int:
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
-        return resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # not one is left to look with
+        return descriptors_allowed()  # not one is left to look with
 
 
 def descriptors_left() -> int:
     """Return how many more descriptors this process may open, less a reserve."""
-    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return allowed - descriptors_in_use() - RESERVE
+    return descriptors_allowed() - descriptors_in_use() - RESERVE
 
 
 def descriptor_limit(needs: str) -> str:
