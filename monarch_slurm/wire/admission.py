@@ -195,7 +195,7 @@ class StrangerLog:
             details, self._details = self._details, set()
             if not counts:
                 return
-            seconds = max(GATHER_SECONDS, self._clock() - self._since)
+            seconds = max(1.0, self._clock() - self._since)
             self._next_line = self._clock() + LOG_SECONDS
         number = counts.total()
         named = [f"{count} from {origin}" for origin, count in counts.most_common(_MOST_ORIGINS)]

@@ -138,5 +138,5 @@ def test_a_single_stranger_is_told_of_without_another(
         log.note(FAR)
         wait_until(lambda: caplog.messages, "the line comes")
     assert caplog.messages == [
-        "refused 1 connection at the test's port in 0 s that do not hold its key: 1 from 10.0.0.7"
+        "refused 1 connection at the test's port in 1 s that do not hold its key: 1 from 10.0.0.7"
     ]
