@@ -108,7 +108,7 @@ def test_any_history(steps: list[tuple[int, str, bool]]) -> None:
 
 
 def test_one_line_tells_of_a_flood(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "GATHER_SECONDS", 0.01)
+    monkeypatch.setattr(admission, "GATHER_SECONDS", 3600.0)
     now = [0.0]
     log = StrangerLog("the test's port", "do not hold its key", clock=lambda: now[0])
     with caplog.at_level(logging.WARNING):
