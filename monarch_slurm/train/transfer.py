@@ -12,8 +12,6 @@ one behind the snapshot, and the one that the donor has announced over the contr
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 import os
 import socket
@@ -37,15 +35,10 @@ from torchft.checkpointing import CheckpointTransport
 
 from monarch_slurm.train import proof, state
 from monarch_slurm.train.addresses import in_url, listen
-from monarch_slurm.train.newcomers import Newcomers
+from monarch_slurm.wire.admission import PROOF_SECONDS
+from monarch_slurm.wire.guarded_listener import GuardedListener, Visitor
 
 logger = logging.getLogger(__name__)
-
-_HANDSHAKE_SECONDS = 10.0
-"""How long both ends may take to prove themselves; a member does it in milliseconds."""
-
-_SHORTAGE_SECONDS = 0.1
-"""How long to wait for descriptors (EMFILE) or memory to be free again."""
 
 
 class UntrustedStateError(state.StateError):
@@ -120,9 +113,8 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
         self._changed = threading.Condition()
         self._closed = False
         self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="state_hash")
-        self._server = listen(address)
-        self._port: int = self._server.getsockname()[1]
-        self._newcomers = Newcomers(f"the state transfer at {in_url(address)}:{self._port}")
+        self._listener = GuardedListener(listen(address), "the state transfer", "hold no key of the quorum")
+        self._port: int = self._listener.address[1]
         self.began_at: float | None = None
         self.sent: list[Transfer] = []
         self.received: list[Transfer] = []
@@ -255,7 +247,7 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
         return restored
 
     def _prove_as_receiver(self, connection: socket.socket, expected: _Expected) -> proof.Session:
-        fill = _filler(connection, time.monotonic() + _HANDSHAKE_SECONDS)
+        fill = _filler(connection, time.monotonic() + PROOF_SECONDS)
         session = proof.ask(expected.step, expected.member, connection.sendall, fill)
         connection.sendall(session.proof(expected.key, "receiver"))
         if not session.is_proof(proof.receive(fill, proof.PROOF_BYTES), expected.key, "donor"):
@@ -265,9 +257,7 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
     def shutdown(self, wait: bool = True) -> None:
         """Close the server; connections being served end by themselves."""
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._server.close()
+        self._listener.close()
         with self._changed:
             self._changed.notify_all()
         self._hasher.shutdown(wait=wait)
@@ -275,59 +265,46 @@ class StateTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # torchft
     # ---- the server
 
     def _accept(self) -> None:
-        is_short = False
-        while not self._closed:
-            try:
-                connection, peer = self._server.accept()
-            except OSError as error:
-                if self._closed:
-                    return
-                if error.errno != errno.ECONNABORTED:
-                    if not is_short:
-                        logger.warning("the state transfer accepts no connections for now: %s", error.strerror)
-                    is_short = True
-                    time.sleep(_SHORTAGE_SECONDS)
-                continue
-            is_short = False
-            self._newcomers.add(connection, peer[0])
-            thread = threading.Thread(target=self._serve, args=(connection, peer), name="state_sender", daemon=True)
+        while (visitor := self._listener.accept()) is not None:
+            thread = threading.Thread(target=self._serve, args=(visitor,), name="state_sender", daemon=True)
             try:
                 start_thread(thread)
             except LimitError as error:
-                self._newcomers.refuse(connection, peer[0], str(error))
-                connection.close()
+                logger.warning("a connection to the state transfer is closed: %s", error)
+                visitor.close()
 
-    def _serve(self, connection: socket.socket, peer: tuple[str, int]) -> None:
-        with connection:
-            try:
-                session, key = self._prove_as_donor(connection)
-            except (OSError, ValueError) as error:
-                if not self._closed:
-                    self._newcomers.refuse(connection, peer[0], str(error))
-                return
-            self._newcomers.proved(connection)
-            try:
-                connection.settimeout(self._timeout)
-                self._send(connection, session, key)
-            except OSError as error:
-                logger.warning("sending the state to %s at %s failed: %s", session.member, peer[0], error)
+    def _serve(self, visitor: Visitor) -> None:
+        try:
+            session, key = self._prove_as_donor(visitor.connection)
+        except (OSError, ValueError) as error:
+            if self._closed:
+                visitor.close()
+            else:
+                visitor.refuse(str(error))
+            return
+        visitor.proved()
+        try:
+            visitor.connection.settimeout(self._timeout)
+            self._send(visitor.connection, session, key)
+        except OSError as error:
+            logger.warning("sending the state to %s at %s failed: %s", session.member, visitor.origin, error)
+        finally:
+            visitor.close()
 
     def _prove_as_donor(self, connection: socket.socket) -> tuple[proof.Session, bytes]:
-        """Return what was agreed with a receiver that has proved its key.
+        """Return what was agreed with a receiver that has proved its key; the listener ends what takes too long.
 
         Raises:
-            OSError: it hung up, or took too long.
+            OSError: it hung up.
             ValueError: it has no key, or is no receiver at all.
         """
-        deadline = time.monotonic() + _HANDSHAKE_SECONDS
-        connection.settimeout(_HANDSHAKE_SECONDS)
-        fill = _filler(connection, deadline)
+        fill = _filler(connection)
         session = proof.answer(connection.sendall, fill)
         proved = proof.receive(fill, proof.PROOF_BYTES)
         with self._changed:  # a receiver may hear of the quorum before the donor does
             self._changed.wait_for(
                 lambda: self._closed or (self._admitted is not None and self._admitted[0] >= session.step),
-                deadline - time.monotonic(),
+                PROOF_SECONDS,
             )
             step, keys = self._admitted or (-1, {})
         key = keys.get(session.member)

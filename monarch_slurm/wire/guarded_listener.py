@@ -61,15 +61,17 @@ class Visitor:
         self._listener = listener
         self._lock = threading.Lock()
         self._closed = False
+        self._is_counted = False
 
     def proved(self) -> None:
         """It has proved itself: from here on it counts against no limit, and is never closed by the listener."""
         self._listener._forget(self)
 
     def refuse(self, detail: str = "") -> None:
-        """Close the connection of a peer whose proof is wrong, and count it as a stranger's."""
+        """Close the connection of a peer that has given no proof, and count it as a stranger's if it is not yet."""
         self.close()
-        self._listener.strangers.note(self.origin, detail)
+        if not self._is_counted:
+            self._listener.strangers.note(self.origin, detail)
 
     def close(self) -> None:
         """Close the connection. A second call does nothing."""
@@ -79,7 +81,8 @@ class Visitor:
             self.connection.close()
 
     def hang_up(self) -> None:
-        """End the connection, so that whoever reads it, on whatever thread, finds its end."""
+        """End the connection, so that whoever reads it, on whatever thread, finds its end. The listener counts it."""
+        self._is_counted = True
         with self._lock, contextlib.suppress(OSError):  # the other end may have closed it before
             if not self._closed:
                 self.connection.shutdown(socket.SHUT_RDWR)
@@ -182,8 +185,8 @@ class GuardedListener:
 
     def _hang_up(self, visitors: list[tuple[Visitor, Origin]]) -> None:
         for visitor, origin in visitors:
+            self.strangers.note(origin)  # first: who sees the end of a connection finds it counted
             visitor.hang_up()
-            self.strangers.note(origin)
 
     def _forget(self, visitor: Visitor) -> None:
         with self._lock:
