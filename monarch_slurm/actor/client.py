@@ -304,6 +304,7 @@ class Client:
                 self.hosts_changed.wait_for(lambda: not self.joined, max(0.0, deadline - time.monotonic()))
             self._loop.stop()
             self._loop.join(1.0)
+            self.runtime.replies.end(lambda process, ref: "this program is ending")
             self._log_printer.flush(_LOG_SECONDS)
             self._console.close()
             self.hub.close()

@@ -18,7 +18,7 @@ import threading
 from typing import Any, NoReturn
 
 from monarch_slurm.actor import driving
-from monarch_slurm.actor.context import context, is_own
+from monarch_slurm.actor.context import is_own, process_runtime
 from monarch_slurm.actor.ends import whose
 from monarch_slurm.actor.errors import SupervisionError
 from monarch_slurm.actor.forks import not_in_forks
@@ -158,12 +158,13 @@ _lock = threading.Lock()
 def runtime_of(program: str) -> Runtime:
     """Return the runtime that reaches the processes of ``program``; empty stands for that of this process.
 
+    On any thread of the process, also one that belongs to no actor.
+
     Raises:
         SupervisionError: that program has ended, or is out of reach.
-        RuntimeError: this thread belongs to no actor.
         KeyFileError: others could read the job's key file.
     """
-    home = context().actor_instance.runtime
+    home = process_runtime()
     if is_own(program):
         return home
     with _lock:

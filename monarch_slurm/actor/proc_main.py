@@ -79,6 +79,8 @@ class _Proc:
     def run(self) -> int:
         self._link.send(Message("hello", Address(self._spec.host, AGENT), self._runtime.address))
         self._loop.run()
+        # No answer can come any more: threads of native code that ask for one late must not keep the process.
+        self._runtime.replies.end(lambda process, ref: "this process is ending")
         self._link.close(linger_ms=1000)  # what actors said last may wait for the agent to read
         return self._exit_code
 

@@ -3,6 +3,7 @@
 - `communicator`: `Communicator`, one rank's end, with every operation
 - `mesh`: communicators over the dimensions of a mesh of procs, their abort and re-making
 - `rendezvous`: what one rank makes and sends to the others
+- `job_store`: a torch ``Store`` over the job's messages, whose keys a `StoreActor` holds
 - `ccl`, `gloo`: the two transports; `checks`: what is refused; `partition`: which ranks belong together
 - `c10d`: the torch.distributed backend ``monarch``
 """
@@ -10,6 +11,7 @@
 from monarch_slurm.collectives.communicator import Communicator
 from monarch_slurm.collectives.errors import CollectiveError, CommunicatorClosedError, PeerLostError
 from monarch_slurm.collectives.rendezvous import Invitation, invite
+from monarch_slurm.collectives.store_actor import StoreActor
 from monarch_slurm.collectives.work import Work
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "CommunicatorClosedError",
     "Invitation",
     "PeerLostError",
+    "StoreActor",
     "Work",
     "invite",
 ]
