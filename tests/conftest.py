@@ -40,6 +40,22 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 
+@pytest.fixture(autouse=True)
+def _no_variable_is_left() -> Iterator[None]:
+    """Nothing that a test calls may set variables of this process, which later tests would be shaped by."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    names = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    for name in names:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    ours = [name for name in names if name.startswith(("MONARCH_", "SLURM_", "SBATCH_"))]
+    assert not ours, f"left in the environment: {', '.join(ours)}"
+
+
 @pytest.fixture(scope="session")
 def _hook_for_late_failures() -> None:
     """Agents end after their test, and what the client hears of that must not end pytest."""

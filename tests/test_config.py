@@ -3,12 +3,15 @@ from __future__ import annotations
 import ast
 import asyncio
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support import REPOSITORY
+from support import DEADLINE, REPOSITORY
 
 from monarch_slurm.config import (
     Encoding,
@@ -210,19 +213,28 @@ def test_no_number_may_be_negative(name: str) -> None:
         configure(**{name: -1})
 
 
-seen: list[tuple[int, str]] = []
-
+ALL_COMBINATIONS = """
+import pytest
+from monarch_slurm.config import parametrize_config, settings
 
 @parametrize_config(missed_heartbeats=[5, 6], preload=["numpy", "torch"])
 @pytest.mark.parametrize("number", [1])
-def test_all_combinations_are_run(number: int) -> None:
-    assert number == 1
-    seen.append((settings().missed_heartbeats, settings().preload))
+def test_some(number):
+    print("ran", number, settings().missed_heartbeats, settings().preload)
+
+def test_after():
+    print("after", settings().missed_heartbeats, settings().preload or "nothing")
+"""
 
 
-def test_all_combinations_were_run() -> None:
-    assert sorted(seen) == [(5, "numpy"), (5, "torch"), (6, "numpy"), (6, "torch")]
-    assert settings().preload == ""
+def test_all_combinations_are_run(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(ALL_COMBINATIONS)
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--rootdir", ".", "test_some.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = re.findall(r"ran (\d \d \w+)", done.stdout)
+    assert sorted(runs) == ["1 5 numpy", "1 5 torch", "1 6 numpy", "1 6 torch"]
+    assert "after 3 nothing" in done.stdout
 
 
 def cases(test: Any) -> list[tuple[str, object]]:

@@ -229,7 +229,9 @@ def train_on_slurm(
     check(plan)
     if not plan.force:
         check_nodes(plan.config, nodes, arguments)
-    os.environ.setdefault("MONARCH_SLURM_PRELOAD", preload_modules(plan.config))
+    if not settings().preload:
+        env = {"MONARCH_SLURM_PRELOAD": preload_modules(plan.config), **(arguments.get("env") or {})}
+        arguments = {**arguments, "env": env}
     if arguments["container"] is not None:
         arguments = {**arguments, "container": _with_mounts(arguments["container"], plan)}
     job = SlurmJob({"hosts": nodes}, log_dir=plan.out, **arguments)

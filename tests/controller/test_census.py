@@ -53,7 +53,9 @@ def test_hosts_procs_and_actors_are_told_while_they_work(
         seen = ask(folder, "census", DEADLINE)
         actors = [a for h in seen["hosts"] for p in h["procs"] for a in p["actors"] if a["name"] == "sleeper"]
         # A proc that has not answered in time is in a census without its actors.
-        return seen if len(actors) == 4 and all(a["doing"] == "wait_for" and a["waiting"] == 1 for a in actors) else None
+        return (
+            seen if len(actors) == 4 and all(a["doing"] == "wait_for" and a["waiting"] == 1 for a in actors) else None
+        )
 
     seen = wait_until(busy)
     assert seen["controller"]["pid"] == os.getpid()

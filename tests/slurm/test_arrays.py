@@ -79,6 +79,7 @@ def test_commands_about_one_element_leave_the_others_alone(cluster: Cluster, arr
     wait_until(lambda: namesake not in job_ids(cluster, array), "the end of one element")
     assert sorted(job_ids(cluster, array)) == sorted(others)
     Path("stop").touch()
+    wait_until(lambda: not job_ids(cluster, array), "the end of the array")
 
 
 def test_elements_are_found_by_their_names(cluster: Cluster, array: str) -> None:
