@@ -23,6 +23,7 @@ SMALLEST = {
     "payloads.py": ["--sizes", "2", "--passes", "1"],
     "rdma.py": ["host", "--runs", "1"],
     "recovery.py": ["--injections", "1", "--kinds", "kill"],
+    "rendezvous.py": ["--ranks", "2", "--rounds", "3"],
     "scale.py": ["--hosts", "2", "--procs", "1", "--processes", "1", "--seconds", "0.05"],
 }
 """What measures on this machine alone; all of these take ``--json``."""

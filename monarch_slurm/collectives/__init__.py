@@ -4,6 +4,7 @@
 - `mesh`: communicators over the dimensions of a mesh of procs, their abort and re-making
 - `rendezvous`: what one rank makes and sends to the others
 - `job_store`: a torch ``Store`` over the job's messages, whose keys a `StoreActor` holds
+- `proof`: ranks prove that they belong to a group
 - `ccl`, `gloo`: the two transports; `checks`: what is refused; `partition`: which ranks belong together
 - `c10d`: the torch.distributed backend ``monarch``
 """

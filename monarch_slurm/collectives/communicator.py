@@ -90,7 +90,7 @@ class Communicator:
             timeout_s: seconds to wait for the others.
 
         Raises:
-            CollectiveError: a peer did not come.
+            CollectiveError: a peer did not come, or one that has not this invitation came in its place.
             MonarchSlurmError: RCCL or NCCL is not there or refuses.
         """
         import torch
@@ -101,7 +101,7 @@ class Communicator:
         if invitation.backend == "gloo":
             from monarch_slurm.collectives.gloo import GlooTransport
 
-            return cls(GlooTransport.join(invitation.token, rank, size, timeout_s), torch.device("cpu"))
+            return cls(GlooTransport.join(invitation, rank, size, timeout_s), torch.device("cpu"))
         from monarch_slurm.collectives.ccl import CclTransport
 
         place = torch.device(device) if device is not None else torch.device("cuda")

@@ -31,7 +31,8 @@ from monarch_slurm.collectives.agreement import (
 from monarch_slurm.collectives.background import GRACE_S
 from monarch_slurm.collectives.checks import GLOO_DTYPES
 from monarch_slurm.collectives.errors import CollectiveError, PeerLostError
-from monarch_slurm.collectives.rendezvous import own_address
+from monarch_slurm.collectives.proof import prove
+from monarch_slurm.collectives.rendezvous import Invitation, own_address
 from monarch_slurm.collectives.work import HostWork, Work
 from monarch_slurm.wire.task_limits import start_thread
 
@@ -52,7 +53,9 @@ class GlooTransport:
     reducible = GLOO_DTYPES
     library = "gloo"
 
-    def __init__(self, store: Any, rank: int, size: int, address: str, timeout_s: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, address: str, timeout_s: float, secret: bytes, name: str
+    ) -> None:
         from torch.distributed import ProcessGroupGloo as Gloo
 
         group: Any = Gloo  # its stub lacks most of what it has
@@ -61,11 +64,14 @@ class GlooTransport:
         self._store = store
         self._address = address
         self._timeout_s = timeout_s
+        self._secret = secret
+        self._name = name
         options = group._Options()
         options._devices = [group.create_device(hostname=address)]
         options._timeout = timedelta(seconds=timeout_s)
         try:
             self._group: Any = group(store, rank, size, options)
+            prove(self._group, rank, size, secret, name)
         except RuntimeError as error:
             raise CollectiveError(f"rank {rank} of {size} could not reach all peers from {address}: {error}") from error
         # As on GPUs: a rank may come late to an operation, as late as it likes. Of dead and hung ones others tell.
@@ -84,17 +90,17 @@ class GlooTransport:
         _all.add(self)
 
     @classmethod
-    def join(cls, token: bytes, rank: int, size: int, timeout_s: float) -> GlooTransport:
-        """Join by an invitation's token; blocks until all ranks are there."""
-        from torch._C._distributed_c10d import TCPStore
+    def join(cls, invitation: Invitation, rank: int, size: int, timeout_s: float) -> GlooTransport:
+        """Join by an invitation; blocks until all ranks are there and have proved that they have it, too."""
+        from torch._C._distributed_c10d import PrefixStore
 
-        host, _, port = token.decode().rpartition(":")
-        timeout = timedelta(seconds=timeout_s)
-        try:
-            store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-        except RuntimeError as error:
-            raise CollectiveError(f"rank {rank} cannot reach the inviting rank at {host}:{port}: {error}") from error
-        return cls(store, rank, size, own_address(host), timeout_s)
+        from monarch_slurm.collectives.job_store import JobStore
+
+        if invitation.store is None:
+            raise CollectiveError("the invitation names no store: join by what invite() has returned, sent by a call")
+        store = PrefixStore(invitation.name, JobStore(invitation.store, timedelta(seconds=timeout_s)))
+        address = own_address(invitation.address)
+        return cls(store, rank, size, address, timeout_s, invitation.token, invitation.name)
 
     def split(self, name: str, members: Sequence[int] | None, color: int) -> GlooTransport | None:
         """Make a group of ``members`` of this one; None where this rank is not among them."""
@@ -103,8 +109,8 @@ class GlooTransport:
         del color
         if members is None:
             return None
-        store = PrefixStore(f"{name}/", self._store)
-        return GlooTransport(store, members.index(self.rank), len(members), self._address, self._timeout_s)
+        store, rank, size = PrefixStore(f"{name}/", self._store), members.index(self.rank), len(members)
+        return GlooTransport(store, rank, size, self._address, self._timeout_s, self._secret, f"{self._name}/{name}")
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> Work:
         """Reduce in place."""

@@ -16,7 +16,7 @@ from monarch_slurm.collectives.communicator import Communicator
 from monarch_slurm.collectives.errors import CollectiveError, PeerLostError
 from monarch_slurm.collectives.mesh import register
 from monarch_slurm.collectives.peers import Membership, enroll, lose
-from monarch_slurm.collectives.rendezvous import Invitation, invite
+from monarch_slurm.collectives.rendezvous import CommunicatorKeys, Invitation, invite
 from monarch_slurm.host.identity import ADDRESS_VARIABLE
 from monarch_slurm.wire import Address
 from monarch_slurm.wire.task_limits import start_thread
@@ -29,7 +29,7 @@ class Keeper(Actor):
 
     def __init__(self) -> None:
         self._communicators: dict[str, Communicator] = {}
-        self._kept: dict[str, Any] = {}
+        self._keys: dict[str, CommunicatorKeys] = {}
         self._members: dict[str, Membership] = {}
 
     @concurrent_endpoint
@@ -41,8 +41,14 @@ class Keeper(Actor):
 
     @concurrent_endpoint
     async def invite(self, name: str, backend: str, address: str) -> Invitation:
-        """Make an invitation and keep what serves it."""
-        invitation, self._kept[name] = await asyncio.to_thread(invite, backend, address)
+        """Make an invitation. The keys of the communicator that had that name are deleted."""
+        # On this thread: the store is spawned by this actor, which owns it.
+        invitation, keys = invite(backend, address)
+        before = self._keys.pop(name, None)
+        if before is not None:
+            before.close()
+        if keys is not None:
+            self._keys[name] = keys
         return invitation
 
     @concurrent_endpoint
@@ -89,7 +95,7 @@ class Keeper(Actor):
     async def close(self, name: str) -> None:
         """Close the communicator of that name, if there is one. News of a lost peer, and `abort`, end the wait."""
         register(name, None)
-        made, member, kept = self._communicators.get(name), self._members.get(name), self._kept.get(name)
+        made, member, keys = self._communicators.get(name), self._members.get(name), self._keys.get(name)
         try:
             if made is not None:
                 await asyncio.to_thread(made.close)
@@ -100,7 +106,9 @@ class Keeper(Actor):
         finally:
             if member is not None:
                 member.end()
-            for held, mine in ((self._communicators, made), (self._members, member), (self._kept, kept)):
+            if keys is not None:
+                keys.close()
+            for held, mine in ((self._communicators, made), (self._members, member), (self._keys, keys)):
                 if held.get(name) is mine:  # else a join has put new ones there
                     held.pop(name, None)
 

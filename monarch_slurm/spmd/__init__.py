@@ -1,6 +1,7 @@
 """Programs for torchrun on a mesh of procs: one rank per proc, rendezvous through environment variables.
 
 - `spmd_actor`: the actor that sets the variables and runs the program
+- `env_rendezvous`: where the ranks of a program meet
 - `elastic_env`: the variables for actors of your own
 - `torchrun`: a torchrun command line on a mesh of hosts
 - `network`: addresses that ranks can dial

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from monarch_slurm.actor import Actor, current_rank, endpoint
+from monarch_slurm.collectives import StoreActor
 from monarch_slurm.host.identity import ADDRESS_VARIABLE
+from monarch_slurm.spmd.env_rendezvous import meet_at
 from monarch_slurm.spmd.network import AddrType, get_ipaddr
 from monarch_slurm.wire.ports import listen_tcp
 
@@ -45,16 +47,23 @@ class SPMDActor(Actor):
         return get_ipaddr(socket.gethostname(), port, use_ipaddr), port
 
     @endpoint
-    def setup_env(self, master_addr: str, master_port: int) -> None:
-        """Set the variables that torchrun sets."""
-        self._set_env(master_addr, master_port)
+    def setup_env(self, master_addr: str, master_port: int, store: StoreActor | None = None) -> None:
+        """Set the variables that torchrun sets.
+
+        Args:
+            store: where groups that rely on these variables meet; None: torch listens at the address and port.
+        """
+        self._set_env(master_addr, master_port, store)
 
     @endpoint
-    def main(self, master_addr: str, master_port: int, script_args: Sequence[str]) -> bool:
+    def main(
+        self, master_addr: str, master_port: int, script_args: Sequence[str], store: StoreActor | None = None
+    ) -> bool:
         """Run a program as ``__main__`` in this process and return True.
 
         Args:
             script_args: path and arguments, or ``-m``, module and arguments.
+            store: see `setup_env`.
 
         Raises:
             ValueError: there is no program.
@@ -63,7 +72,7 @@ class SPMDActor(Actor):
         arguments = list(script_args)
         if not arguments or arguments == ["-m"]:
             raise ValueError("script_args names no program: a path, or '-m' and a module, expected")
-        self._set_env(master_addr, master_port)
+        self._set_env(master_addr, master_port, store)
         try:
             if arguments[0] == "-m":
                 sys.argv = arguments[1:]
@@ -77,7 +86,7 @@ class SPMDActor(Actor):
                 raise RuntimeError(f"rank {self.rank}: {arguments[0]} exited with {end.code}") from None
         return True
 
-    def _set_env(self, master_addr: str, master_port: int) -> None:
+    def _set_env(self, master_addr: str, master_port: int, store: StoreActor | None) -> None:
         values = {
             "MASTER_ADDR": master_addr,
             "MASTER_PORT": master_port,
@@ -92,3 +101,5 @@ class SPMDActor(Actor):
             "WORLD_SIZE": self.world_size,
         }
         os.environ.update({name: str(value) for name, value in values.items()})
+        if store is not None:
+            meet_at(store)

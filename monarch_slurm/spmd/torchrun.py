@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from monarch_slurm.actor import HostMesh
+from monarch_slurm.collectives import StoreActor
 from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.spmd.spmd_actor import SPMDActor
 
@@ -38,7 +39,8 @@ def run_spmd(hosts: HostMesh, command: Sequence[str], nproc_per_node: int | None
         actors = procs.spawn("spmd", SPMDActor)
         first = actors.slice(**dict.fromkeys(procs.sizes, 0))
         address, port = first.get_host_port.call_one(None).get()
-        actors.main.call(address, port, program).get()
+        store = procs.slice(**dict.fromkeys(procs.sizes, 0)).spawn("store", StoreActor)
+        actors.main.call(address, port, program, store).get()
     finally:
         procs.stop().get()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,7 +17,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import cases  # noqa: E402
+import cloudpickle  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from rank_process import DEADLINE_S, start_rank  # noqa: E402
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
@@ -30,28 +31,14 @@ from monarch_slurm.collectives import (  # noqa: E402
     invite,
 )
 
-DEADLINE_S = 60
+# What the ranks run is sent to them as it is: the module of a test cannot be imported there.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def _rank_main(body: Callable[..., Any], invitation: Any, rank: int, size: int, pipe: Connection) -> None:
-    torch.set_num_threads(1)
-    try:
-        pipe.send(("result", body(Communicator.join(invitation, rank, size, timeout_s=DEADLINE_S), pipe)))
-    except BaseException as error:
-        pipe.send(("error", f"rank {rank}: {type(error).__name__}: {error}"))
-    os._exit(0)
-
-
-def start(body: Callable[..., Any], size: int) -> tuple[list[Any], list[Connection], Any]:
-    invitation, kept = invite("gloo")
-    context = multiprocessing.get_context("fork")
-    processes, pipes = [], []
-    for rank in range(size):
-        ours, theirs = context.Pipe()
-        processes.append(context.Process(target=_rank_main, args=(body, invitation, rank, size, theirs), daemon=True))
-        pipes.append(ours)
-        processes[-1].start()
-    return processes, pipes, kept
+def start(body: Callable[..., Any], size: int) -> tuple[list[Any], list[Connection]]:
+    invitation, _ = invite("gloo")
+    started = [start_rank(body, invitation, rank, size) for rank in range(size)]
+    return [process for process, _ in started], [pipe for _, pipe in started]
 
 
 def answer(pipe: Connection) -> Any:
@@ -62,7 +49,7 @@ def answer(pipe: Connection) -> Any:
 
 
 def on_ranks(body: Callable[..., Any], size: int) -> list[Any]:
-    processes, pipes, _kept = start(body, size)
+    processes, pipes = start(body, size)
     results = [answer(pipe) for pipe in pipes]
     for process in processes:
         process.join()
@@ -99,10 +86,9 @@ def test_averages_hold_what_float64_would(size: int) -> None:
 
 
 def test_a_rank_may_come_later_than_it_may_join_and_groups_may_be_nested() -> None:
-    invitation, kept = invite("gloo")
+    invitation, _ = invite("gloo")
     with ThreadPoolExecutor(2) as pool:
         ranks = list(pool.map(lambda rank: Communicator.join(invitation, rank, 2, timeout_s=4), range(2)))
-    del kept
     tensors = [torch.ones(3), torch.ones(3)]
     early = ranks[0].all_reduce(tensors[0])
     with pytest.raises(TimeoutError):
@@ -346,7 +332,7 @@ def _wait_for_the_dead(comm: Communicator, pipe: Connection) -> list[Any]:
 
 
 def test_abort_tells_every_waiter_which_rank_although_the_peer_only_hangs() -> None:
-    processes, pipes, _kept = start(_wait_for_the_dead, 3)
+    processes, pipes = start(_wait_for_the_dead, 3)
     pids = [answer(pipe) for pipe in pipes]
     for rank in (0, 2):
         pipes[rank].send((1, "killed by signal 9"))
@@ -372,7 +358,7 @@ def _end_with_the_dead(comm: Communicator, pipe: Connection) -> list[str]:
 
 
 def test_the_works_of_a_group_end_when_a_peer_dies() -> None:
-    processes, pipes, _kept = start(_end_with_the_dead, 3)
+    processes, pipes = start(_end_with_the_dead, 3)
     for rank in (0, 2):
         assert "failed" in answer(pipes[rank])[0]
     for process in processes:
@@ -386,18 +372,18 @@ import torch
 from monarch_slurm.collectives import CollectiveError, Communicator, invite
 
 def pair():
-    invitation, kept = invite("gloo")
+    invitation, _ = invite("gloo")
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda rank: Communicator.join(invitation, rank, 2, timeout_s=60), range(2))), kept
+        return list(pool.map(lambda rank: Communicator.join(invitation, rank, 2, timeout_s=60), range(2)))
 
-(first, second), kept = pair()
+first, second = pair()
 pending = first.all_reduce(torch.ones(1))
 first.abort("no progress", 1)
 try:
     second.recv(torch.ones(1), 0).wait(60)
 except CollectiveError:
     print("the peer is told")
-(third, _), other = pair()
+third, _ = pair()
 pending = third.recv(torch.ones(1), 1)
 sys.exit(3)
 """
@@ -408,6 +394,7 @@ def test_a_program_that_ends_with_operations_pending_ends_with_its_own_code() ->
     assert (done.returncode, done.stdout, done.stderr) == (3, "the peer is told\n", "")
 
 
-def test_an_invitation_does_not_show_its_token() -> None:
-    invitation, _kept = invite("gloo")
-    assert invitation.token.decode() not in repr(invitation)
+def test_an_invitation_does_not_show_its_secret_nor_its_store() -> None:
+    invitation, _ = invite("gloo")
+    assert repr(invitation.token) not in repr(invitation)
+    assert repr(invitation.store) not in repr(invitation)
