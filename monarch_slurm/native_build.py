@@ -40,6 +40,7 @@ from pathlib import Path
 from types import ModuleType
 
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
+from monarch_slurm.interpreter import SAFE_PATH
 
 PLATFORMS = ("rocm", "cuda", "none")
 
@@ -274,7 +275,8 @@ def _binding_headers() -> list[Path]:
     raise NativeBuildError("neither torch nor pybind11 is installed; one of them must bring pybind11's headers")
 
 
-_ASK_TORCH = """
+_ASK_TORCH = f"""
+{SAFE_PATH}
 import json, torch
 from torch.utils import cpp_extension
 print(json.dumps([cpp_extension.include_paths(), cpp_extension.library_paths(), torch._C._GLIBCXX_USE_CXX11_ABI]))
@@ -284,7 +286,7 @@ print(json.dumps([cpp_extension.include_paths(), cpp_extension.library_paths(), 
 def _torch_flags(name: str) -> list[str]:
     """What torch.utils.cpp_extension gives. Another process asks it: importing it can start the GPU of this one."""
     hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "")
-    environment = {**os.environ, **hidden, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {**os.environ, **hidden, "PYTHONPATH": os.pathsep.join(filter(os.path.isabs, sys.path))}
     command = [sys.executable, "-c", _ASK_TORCH]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import psutil
 from support import DEADLINE, REPOSITORY
 
 from monarch_slurm.actor import Actor, endpoint
+from monarch_slurm.interpreter import module_command
 from monarch_slurm.wire import read_invitation, write_invitation
 
 
@@ -29,7 +29,7 @@ class Agent:
 
     def __init__(self, folder: Path, name: str, log: Path, env: dict[str, str], within: Sequence[str] = ()) -> None:
         self.log = log
-        command = [*within, sys.executable, "-m", "monarch_slurm.host", "--folder", str(folder), "--name", name]
+        command = [*within, *module_command("monarch_slurm.host", "--folder", str(folder), "--name", name)]
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **env}
         with open(log, "ab") as output:
             self.process = subprocess.Popen(

@@ -7,7 +7,13 @@ import sys
 from monarch_slurm.health.hosts import ask_here
 from monarch_slurm.health.pieces import lines_of
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Print the facts."""
     print("started", flush=True)
     for line in lines_of(ask_here(float(sys.argv[1]) if len(sys.argv) > 1 else None)):
         print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,8 @@ import sys
 import time
 from typing import Any
 
+from monarch_slurm.interpreter import SAFE_PATH, python_environment
+
 _PROBE = """
 import torch
 print("seen", torch.cuda.device_count(), flush=True)
@@ -26,11 +28,12 @@ def probe_gpus(seconds: float, program: str = _PROBE) -> dict[str, Any]:
         program: what is run; for tests.
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", SAFE_PATH + program],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        env=python_environment(),
     )
     started = time.monotonic()
     try:

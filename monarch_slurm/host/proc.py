@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import sysconfig
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NoReturn
 
-import monarch_slurm
 from monarch_slurm.host import kernel
 from monarch_slurm.inherited import settle_inheritance
+from monarch_slurm.interpreter import module_arguments, python_environment
 from monarch_slurm.wire import pack, unpack
 
 PACKET_BYTES = 128 * 1024
@@ -22,7 +20,7 @@ ENTRY_MODULE = "monarch_slurm.actor.proc_main"
 """What procs run; the zygote imports it once for all. Only its name is known in this layer."""
 
 
-ENTRY_ARGUMENTS = ("-c", "import sys; from monarch_slurm.host.proc import main; sys.exit(main())")
+ENTRY_ARGUMENTS = tuple(module_arguments("monarch_slurm.host.proc"))
 """With these a Python interpreter runs the proc that `become_command` has left to it."""
 
 _SPEC_VARIABLE = "MONARCH_SLURM_PROC_SPEC"
@@ -72,14 +70,6 @@ def pack_request(spec: ProcSpec, last: bool) -> bytes:
     return pack({"spec": asdict(spec), "last": last})
 
 
-def importable() -> dict[str, str]:
-    """Return variables with which another Python finds this package where this process has it."""
-    home = str(Path(monarch_slurm.__file__).parent.parent)
-    if home in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        return {}
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH", "")]))}
-
-
 def become_command(spec: ProcSpec) -> NoReturn:
     """Replace this process by ``spec.command``, in which `main` runs.
 
@@ -90,7 +80,7 @@ def become_command(spec: ProcSpec) -> NoReturn:
     os.write(fd, pack(asdict(spec)))
     os.lseek(fd, 0, os.SEEK_SET)
     program, *arguments = spec.command
-    environment = {**os.environ, **importable(), _SPEC_VARIABLE: str(fd)}
+    environment = python_environment({**os.environ, _SPEC_VARIABLE: str(fd)}, find_package=True)
     try:
         os.execvpe(program, arguments, environment)  # noqa: S606 - the user's own command
     except OSError as error:

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -24,8 +23,8 @@ from monarch_slurm.host.dial import check_not_own
 from monarch_slurm.host.guardian import guard
 from monarch_slurm.host.identity import NoControllerError, ending_signals, new_host_id, pid_space
 from monarch_slurm.host.output import Output, OutputHandler
-from monarch_slurm.host.proc import importable
 from monarch_slurm.inherited import open_standard_descriptors, stream_for_child
+from monarch_slurm.interpreter import PRELOAD_PATH_VARIABLE, module_command, program_path, python_environment
 from monarch_slurm.wire import Invitation, pack, read_invitation, unpack
 from monarch_slurm.wire.awake_clock import AwakeClock
 from monarch_slurm.wire.keys import CONTROLLER_FILE
@@ -191,7 +190,7 @@ def start_local_agent(
         os.close(read_end)
         os.close(write_end)
         raise
-    command = [sys.executable, "-m", "monarch_slurm.host", "--fd", str(read_end), "--report-fd", str(say)]
+    command = module_command("monarch_slurm.host", "--fd", str(read_end), "--report-fd", str(say))
     try:
         process = start_process(
             "the host agent of this machine",
@@ -201,7 +200,7 @@ def start_local_agent(
             stdout=stream_for_child("stdout"),
             stderr=stream_for_child("stderr"),
             start_new_session=session,
-            env={**os.environ, **importable()},
+            env=python_environment({**os.environ, PRELOAD_PATH_VARIABLE: program_path()}, find_package=True),
         )
     except BaseException:
         os.close(write_end)

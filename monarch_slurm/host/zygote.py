@@ -10,6 +10,7 @@ can wait for them itself, and they outlive a zygote that breaks.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -19,6 +20,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from monarch_slurm.errors import MonarchSlurmError
@@ -28,8 +30,11 @@ from monarch_slurm.host.identity import take_no_sigterm
 from monarch_slurm.host.orphans import PROC_VARIABLE
 from monarch_slurm.host.proc import PACKET_BYTES, ProcSpec, become_command, run_proc, set_proc_title
 from monarch_slurm.inherited import flush_streams, settle_inheritance
+from monarch_slurm.interpreter import PRELOAD_PATH_VARIABLE, user_path
 from monarch_slurm.wire import pack, unpack
 from monarch_slurm.wire.task_limits import task_limit
+
+_OURS = "monarch_slurm"
 
 
 def preload(modules: list[str]) -> list[str]:
@@ -38,12 +43,26 @@ def preload(modules: list[str]) -> list[str]:
     for entry in modules:
         name, _, function = entry.partition(":")
         try:
-            module = importlib.import_module(name)
-            if function:
-                getattr(module, function)()
+            with _path_for(name):
+                module = importlib.import_module(name)
+                if function:
+                    getattr(module, function)()
         except Exception as error:  # whatever a user's module raises: procs fall back to importing it themselves
             failures.append(f"{entry}: {_in_a_line(error)}")
     return failures
+
+
+@contextlib.contextmanager
+def _path_for(name: str) -> Iterator[None]:
+    """Have the user's modules, and what they import, found where the program finds them; ours never there."""
+    own = list(sys.path)
+    if name.partition(".")[0] != _OURS:
+        theirs = user_path()
+        sys.path[:] = [*theirs, *(entry for entry in own if entry not in theirs)]
+    try:
+        yield
+    finally:
+        sys.path[:] = own
 
 
 def _in_a_line(error: Exception) -> str:
@@ -64,6 +83,7 @@ def main() -> None:
     take_no_sigterm()
     with socket.socket(fileno=fd) as agent_socket:
         failures = preload(modules)
+        os.environ.pop(PRELOAD_PATH_VARIABLE, None)
         threads = len(os.listdir("/proc/self/task"))
         agent_socket.send(pack({"ready": True, "failures": failures, "threads": threads}))
         prepare_forks()

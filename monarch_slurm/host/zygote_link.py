@@ -7,13 +7,13 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from monarch_slurm.config import settings
 from monarch_slurm.host.proc import ENTRY_MODULE, PACKET_BYTES, ProcSpec, pack_request
+from monarch_slurm.interpreter import module_command, python_environment
 from monarch_slurm.wire import Loop, unpack
 from monarch_slurm.wire.limits import LimitError, descriptor_limit
 from monarch_slurm.wire.task_limits import start_process
@@ -64,13 +64,13 @@ class ZygoteLink:
         self.asked: set[str] = set()
         """Names of procs that it was asked for and that have no pid yet."""
         self._socket, theirs = _socket_pair()
-        command = [sys.executable, "-m", "monarch_slurm.host.zygote", str(theirs.fileno()), str(os.getpid())]
         modules = ",".join(filter(None, [ENTRY_MODULE, preload]))
+        command = module_command("monarch_slurm.host.zygote", str(theirs.fileno()), str(os.getpid()), modules)
         # One thread per numeric library: a fork of a process with running pool threads is broken.
-        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = python_environment({**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"})
         try:
             self._process = start_process(
-                "the zygote", [*command, modules], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
+                "the zygote", command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
             )
         except BaseException:
             self._socket.close()

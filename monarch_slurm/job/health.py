@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from monarch_slurm.health import Facts, Finding, Pieces, judge_answers, judge_host
+from monarch_slurm.interpreter import module_command, python_environment
 from monarch_slurm.job.errors import JobError, SlurmUnreachableError
 from monarch_slurm.job.node_states import describe_nodes, node_states
 from monarch_slurm.job.nodelist import compress
@@ -67,11 +67,13 @@ def ask_nodes(
         f"--nodelist={','.join(nodes)}", "--no-kill", "--kill-on-bad-exit=0", "--mpi=none", "--input=none",
         "--job-name=doctor", "--mem=0",
         *(["--overlap", "--cpu-bind=none"] if inside else ["--time=2"]), *options,
-        sys.executable, "-m", "monarch_slurm.health", str(seconds * 0.7),
+        *module_command("monarch_slurm.health", str(seconds * 0.7)),
     ]  # fmt: skip
     asked_at = time.time()
     try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=python_environment()
+        )
     except FileNotFoundError:
         raise ExaminationError("srun is not on the PATH: nodes can be examined where Slurm's commands are") from None
     srun = _Srun(process)

@@ -28,6 +28,7 @@ from monarch_slurm.host import kernel
 from monarch_slurm.host.agent import ENDED, LEASE_EXPIRED
 from monarch_slurm.host.dial import connection_trouble
 from monarch_slurm.host.identity import SUPERVISED_VARIABLE
+from monarch_slurm.interpreter import module_command, python_environment
 from monarch_slurm.job.address import find_address
 from monarch_slurm.job.allocation import SlurmAllocation
 from monarch_slurm.job.errors import JobError, PreflightError
@@ -172,7 +173,7 @@ class _Task:
         return sorted(pid for pid in self._find(own=False) if MODULE.encode() in _command_line(pid))
 
     def _start_agent(self, runtime_dir: Path) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "monarch_slurm.host", "--folder", str(self._folder.path)]
+        command = module_command("monarch_slurm.host", "--folder", str(self._folder.path))
         command += ["--name", self._allocation.node_name]
         command += ["--apart"] if self._apart else []
         if self._address is not None:
@@ -182,7 +183,7 @@ class _Task:
             env[SUPERVISED_VARIABLE] = "1"
         if self._outside or self._session:  # a program at a prompt may be stopped by Ctrl-Z
             env.setdefault("MONARCH_SLURM_MESH_ORPHAN_TIMEOUT", str(CLIENT_WAIT))
-        return start_child(command, env)
+        return start_child(command, python_environment(env))
 
     def _is_over(self) -> bool:
         """Return whether this task is to end: the program has, or Slurm said so and the program had time to save."""

@@ -6,7 +6,6 @@ import atexit
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from monarch_slurm.host.places import OnLost
+from monarch_slurm.interpreter import module_command, python_environment
 from monarch_slurm.job.base import JobState, JobTrait, Script
 from monarch_slurm.job.checks import check_meshes, check_spares
 from monarch_slurm.job.errors import HostsTakenError, JobError
@@ -84,12 +84,12 @@ class ProcessJob(JobTrait):
     def _start_host(self, folder: JobFolder, name: str) -> None:
         env = {**os.environ, "MONARCH_SLURM_MESH_ORPHAN_TIMEOUT": str(CLIENT_WAIT), **self._env}
         env |= {FOLDER_VARIABLE: str(folder.path), "MONARCH_SLURM_RUNTIME_DIR": str(folder.path / "run")}
-        command = [sys.executable, "-m", "monarch_slurm.host", "--folder", str(folder.path), "--name", name]
+        command = module_command("monarch_slurm.host", "--folder", str(folder.path), "--name", name)
         with open(folder.host_log(name), "ab") as log:
             process = start_process(
                 f"host {name}",
                 command,
-                env=env,
+                env=python_environment(env),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -17,7 +17,6 @@ import os
 import pickle
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from monarch_slurm.interpreter import module_command, python_environment
 from monarch_slurm.job.address import find_address, node_address
 from monarch_slurm.job.allocation import SlurmAllocation
 from monarch_slurm.job.batch import BatchPlan
@@ -147,7 +147,7 @@ def _start_supervisor(
     toward = node_address(next((name for name in allocation.nodes if name != here), here))
     publish(folder.path, address=find_address(plan.address, toward))
     write_whole(folder.path / _PLAN_FILE, pickle.dumps((allocation, plan)))
-    command = [sys.executable, "-m", MODULE, f"--folder={folder.path}", f"--record={record}", f"--pid={os.getpid()}"]
+    command = module_command(MODULE, f"--folder={folder.path}", f"--record={record}", f"--pid={os.getpid()}")
     env = {
         **os.environ,
         "SLURM_JOB_ID": str(allocation.job_id),
@@ -159,7 +159,7 @@ def _start_supervisor(
         return start_process(
             "the supervisor of the session",
             command,
-            env=env,
+            env=python_environment(env),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

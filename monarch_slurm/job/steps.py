@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from monarch_slurm.host.agent import FENCED, LEASE_EXPIRED
+from monarch_slurm.interpreter import module_command, python_environment
 from monarch_slurm.job.allocation import SlurmAllocation, gpus_of_nodes
 from monarch_slurm.job.container import Container
 from monarch_slurm.job.errors import NodeListError, NoSlurmError, SlurmUnreachableError
@@ -107,11 +108,11 @@ def step_command(
     name: str = HOST_STEP,
 ) -> list[str]:
     """Return the command line that runs `monarch_slurm.job.node` on one node, with all that the job has there."""
-    task = ["-u", "-m", "monarch_slurm.job.node", f"--folder={folder.path}", f"--index={index}", *options]
-    if container is None:
-        command = [*python, *task]
-    else:
-        command = container.wrap([*shlex.split(container.python), *task], folder.path)
+    task = [f"--folder={folder.path}", f"--index={index}", *options]
+    words = python if container is None else shlex.split(container.python)
+    command = module_command("monarch_slurm.job.node", *task, python=[*words, "-u"])
+    if container is not None:
+        command = container.wrap(command, folder.path)
         srun_args = [*container.srun_args(folder.path), *srun_args]
     return [
         *_srun(node, group),
@@ -226,7 +227,7 @@ class Steps:
     ) -> None:
         self._job_id = allocation.command_id
         self._command = command
-        self._env = step_environment(os.environ, folder)
+        self._env = python_environment(step_environment(os.environ, folder))
         self._gpus = _shares_of_gpus(allocation.command_id) if "SLURM_GPUS" in os.environ else {}
         self._members = members
         self._clock = clock

@@ -11,14 +11,13 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 from monarch_slurm.actor import NoKeyError, make_worker_key
-from monarch_slurm.host.proc import importable
+from monarch_slurm.interpreter import module_command, python_environment
 from monarch_slurm.job.errors import JobSpecError
 from monarch_slurm.job.folder import FOLDER_VARIABLE
 from monarch_slurm.wire.shared_key import KEY_VARIABLE
@@ -125,7 +124,7 @@ def _start_worker(transport: str, port: int, name: str, key_file: str) -> str:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", _WORKER, address, key_file, str(theirs.fileno())],
+            module_command(_WORKER, address, key_file, str(theirs.fileno())),
             env=_environment(name), stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
         )  # fmt: skip
     _watched.append((process, ours))
@@ -137,7 +136,7 @@ def _start_worker(transport: str, port: int, name: str, key_file: str) -> str:
 def _environment(name: str) -> Mapping[str, str]:
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {variable: value for variable, value in os.environ.items() if variable not in left_out}
-    return {**kept, **importable(), "HYPERACTOR_PROCESS_NAME": name}
+    return python_environment({**kept, "HYPERACTOR_PROCESS_NAME": name}, find_package=True)
 
 
 _watched: list[tuple[subprocess.Popen[bytes], socket.socket]] = []

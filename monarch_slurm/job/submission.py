@@ -22,6 +22,7 @@ from typing import Any
 
 import submitit
 
+from monarch_slurm.interpreter import SHELL_LINES, module_line
 from monarch_slurm.job.batch import BatchPlan, run_batch
 from monarch_slurm.job.errors import NoSlurmError, SlurmUnreachableError, SubmitError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
@@ -56,7 +57,7 @@ class _Executor(submitit.SlurmExecutor):
 
     @property
     def _submitit_command_str(self) -> str:
-        return f"exec {super()._submitit_command_str}"
+        return f"exec {module_line(f'{self.python} -u', 'monarch_slurm.job.submitted', str(self.folder))}"
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         ours = os.environ.keys() - set(inherited_variables(os.environ))
@@ -118,6 +119,7 @@ def _executor(request: SlurmRequest, folder: JobFolder, parallel: int | None = N
             *(f"#SBATCH {line}" for line in option_lines((*request.slurm_args, *first.slurm_args))),
             *(line for spec in request.components[1:] for line in _component(request, spec)),
             *request.prologue(),
+            *SHELL_LINES,
         ],
         use_srun=False,
     )

@@ -17,6 +17,7 @@ from monarch_slurm.actor import HostMesh
 from monarch_slurm.config import configure, settings
 from monarch_slurm.controller import ANSWERS, FolderError, RestartLimit, make_job_folder
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
+from monarch_slurm.interpreter import module_command
 from monarch_slurm.job import Container, JobError, SlurmJob, job_load, save_on_notice
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.train.answers import answers_of
@@ -235,7 +236,7 @@ def train_on_slurm(
     if arguments["container"] is not None:
         arguments = {**arguments, "container": _with_mounts(arguments["container"], plan)}
     job = SlurmJob({"hosts": nodes}, log_dir=plan.out, **arguments)
-    command = [*job.python, "-m", "monarch_slurm", *words]
+    command = module_command("monarch_slurm", *words, python=job.python)
     if dry_run:
         print(job.dry_run(command), end="", flush=True)
         return

@@ -16,6 +16,7 @@ from monarch_slurm.cli.shell import shell
 from monarch_slurm.cli.slurm_options import names_of_job_options
 from monarch_slurm.cli.submit import submit
 from monarch_slurm.cli.train import train
+from monarch_slurm.interpreter import module_line
 
 FakeSlurm = Callable[..., Path]
 OWN_DEFAULTS = {"job_name", "follow"}
@@ -86,7 +87,9 @@ def test_a_dry_run_of_training_shows_what_runs_where(
     code, said = run_command(monkeypatch, capsys, "train", *options)
     assert code == 0, said
     assert "#SBATCH --nodelist='n[3-4]'\n" in said
-    command = f"{sys.executable} -m monarch_slurm train --in-job --model=tiny --lr=0.5 --out={tmp_path}/here"
+    command = (
+        f"{module_line(sys.executable, 'monarch_slurm')} train --in-job --model=tiny --lr=0.5 --out={tmp_path}/here"
+    )
     assert f"# on the head node: {command}\n" in said
     assert not Path("here").exists()
 
@@ -116,11 +119,12 @@ def test_python_is_that_of_the_container(
     options = ["--nodes", "1", "--container", "x.sif", "--container-arg=--rocm", *more, "--dry-run"]
     code, said = run_command(monkeypatch, capsys, command[0], *options, *command[1:])
     assert code == 0, said
-    assert f"exec {outside} -u -m submitit" in said
+    assert f"exec {module_line(f'{outside} -u', 'monarch_slurm.job.submitted')} " in said
     program, host = re.findall(r"^# (?:on|for) .*?: (.*)$", said, re.MULTILINE)
     for line in (program, host):
         assert re.search(rf"apptainer exec (--bind=\S+ )*--rocm x\.sif {re.escape(inside)} ", line), line
-    assert f"{inside} -m monarch_slurm train --in-job " in program or program.endswith(f"{inside} train.py")
+    ours = module_line(inside, "monarch_slurm")
+    assert f"{ours} train --in-job " in program or program.endswith(f"{inside} train.py")
 
 
 def test_a_run_in_a_container_has_its_paths_there(

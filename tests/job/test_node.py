@@ -13,6 +13,7 @@ import pytest
 from pretended import DEADLINE, Pretended, wait_until
 
 from monarch_slurm.host.agent import LEASE_EXPIRED
+from monarch_slurm.interpreter import module_command, module_line
 from monarch_slurm.wire import Invitation, write_invitation
 from monarch_slurm.wire.keys import JobKeys
 
@@ -23,7 +24,7 @@ class Node(Pretended):
     """Runs the task of the second node of a pretended allocation."""
 
     def start(self, *options: str, step: str = "1") -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "monarch_slurm.job.node", "--folder", str(self.folder.path), "--index", "1"]
+        command = module_command("monarch_slurm.job.node", "--folder", str(self.folder.path), "--index", "1")
         env = {**self.env, "SLURMD_NODENAME": "n2", "SLURM_STEP_ID": step, **self.marker}
         with open(self.log, "ab") as log:
             return subprocess.Popen([*command, *options], env=env, stdout=log, stderr=log)
@@ -154,7 +155,8 @@ def test_slurm_is_told_when_slurmstepd_is_gone(node: Node, fake_slurm: FakeSlurm
     fake_slurm(scancel=f"echo $@ > {tmp_path / 'cancelled'}")
     node.env["PATH"] = os.environ["PATH"]
     module = "monarch_slurm.job.node"
-    step = f"{sys.executable} -m {module} --folder {node.folder.path} --index 1 >&2 & echo $!; read _"
+    words = module_line(sys.executable, module, "--folder", str(node.folder.path), "--index", "1")
+    step = f"{words} >&2 & echo $!; read _"
     env = {**node.env, "SLURMD_NODENAME": "n2", "SLURM_STEP_ID": "1", **node.marker}
     with open(node.log, "ab") as log:
         slurmstepd = subprocess.Popen(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from monarch_slurm.interpreter import module_line
 from monarch_slurm.job import (
     Container,
     JobError,
@@ -103,10 +104,10 @@ def test_a_dry_run_shows_the_script_and_what_it_runs(fake_slurm: FakeSlurm) -> N
         f"# on the head node: {inside} train.py --steps 5\n"
         "# for each host: srun --nodes=1 --ntasks=1 --nodelist=NODE --overlap --mem=0 --cpu-bind=none --mpi=none "
         f"--input=none --export=ALL --job-name=host --output={folder}/logs/%N.log --open-mode=append "
-        f"--network=job_vni {inside} -u -m monarch_slurm.job.node --folder={folder} --index=0 "
+        f"--network=job_vni {module_line(f'{inside} -u', 'monarch_slurm.job.node')} --folder={folder} --index=0 "
         "'--preflight=rocm-smi -a'\n"
     )
-    assert "exec python -u -m submitit.core._submit" in job.script()
+    assert f"exec {module_line('python -u', 'monarch_slurm.job.submitted')} {folder}" in job.script()
 
 
 def test_pyxis_starts_the_container_by_srun(fake_slurm: FakeSlurm) -> None:
@@ -116,7 +117,7 @@ def test_pyxis_starts_the_container_by_srun(fake_slurm: FakeSlurm) -> None:
     folder = "/shared/runs/JOB_FOLDER"
     assert (
         f"'--container-image=nvcr.io#rocm/pytorch' --container-mounts={folder}:{folder},/data:/data "
-        '/bin/sh -c \'exec "$0" "$@"\' python3 -u -m '
+        '/bin/sh -c \'exec "$0" "$@"\' python3 -u -c '
     ) in job.dry_run()
     assert (
         "# on the head node: srun --het-group=0 --nodes=1 --ntasks=1 --nodelist=NODE --overlap --mem=0 "

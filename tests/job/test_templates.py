@@ -115,7 +115,8 @@ def test_scratch_memory_is_kept_only_where_rccl_asks_for_it(
     tmp_path: Path, name: str, hip: str, firmware: list[str], wanted: str
 ) -> None:
     said = run(tmp_path, name, hip, firmware).stdout.splitlines()
-    assert said[:4] == [f"reclaim={wanted}", "-u", "-m", "monarch_slurm.job.launch"]
+    assert said[:3] == [f"reclaim={wanted}", "-u", "-c"]
+    assert said[4] == "monarch_slurm.job.launch"
     assert said[-4:] == ["--", "train.py", "--lr", "1 2"]
 
 

@@ -125,7 +125,7 @@ main()
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--nodes", "2", "--dry-run"], 0, "-m monarch_slurm train --in-job --data="),
+        (["--nodes", "2", "--dry-run"], 0, " monarch_slurm train --in-job --data="),
         (["--local"], 1, 'training needs numpy; install it with: pip install "monarch_slurm[train]"'),
     ],
 )

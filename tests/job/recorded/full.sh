@@ -23,7 +23,11 @@
 # setup
 module load rocm
 export NCCL_DEBUG=WARN
+if [ -n "${PYTHONPATH-}" ]; then
+    export MONARCH_SLURM_PYTHONPATH=$PYTHONPATH
+    PYTHONPATH=$(tr : '\n' <<< "$PYTHONPATH" | grep ^/ | paste -sd: -)
+fi
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-exec apptainer exec rocm.sif python -u -m submitit.core._submit '/shared/my runs/JOB_FOLDER/submitit'
+exec apptainer exec rocm.sif python -u -c 'import sys; sys.path[:] = filter(None, sys.path); from monarch_slurm.interpreter import run_module; run_module()' monarch_slurm.job.submitted '/shared/my runs/JOB_FOLDER/submitit'

@@ -12,7 +12,11 @@
 #SBATCH --signal=B:USR2@60
 
 # setup
+if [ -n "${PYTHONPATH-}" ]; then
+    export MONARCH_SLURM_PYTHONPATH=$PYTHONPATH
+    PYTHONPATH=$(tr : '\n' <<< "$PYTHONPATH" | grep ^/ | paste -sd: -)
+fi
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-exec python -u -m submitit.core._submit /shared/runs/JOB_FOLDER/submitit
+exec python -u -c 'import sys; sys.path[:] = filter(None, sys.path); from monarch_slurm.interpreter import run_module; run_module()' monarch_slurm.job.submitted /shared/runs/JOB_FOLDER/submitit

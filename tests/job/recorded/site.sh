@@ -23,7 +23,11 @@ module load gcc || exit 1
 export NCCL_DEBUG=WARN
 export MESSAGE='it'"'"'s here'
 ulimit -n 65536
+if [ -n "${PYTHONPATH-}" ]; then
+    export MONARCH_SLURM_PYTHONPATH=$PYTHONPATH
+    PYTHONPATH=$(tr : '\n' <<< "$PYTHONPATH" | grep ^/ | paste -sd: -)
+fi
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-exec python -u -m submitit.core._submit /shared/runs/JOB_FOLDER/submitit
+exec python -u -c 'import sys; sys.path[:] = filter(None, sys.path); from monarch_slurm.interpreter import run_module; run_module()' monarch_slurm.job.submitted /shared/runs/JOB_FOLDER/submitit
