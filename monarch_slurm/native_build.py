@@ -41,6 +41,16 @@ from types import ModuleType
 
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
 from monarch_slurm.interpreter import SAFE_PATH
+from monarch_slurm.owned_files import (
+    FileRefusedError,
+    append_owned,
+    check_folder,
+    followed,
+    make_folders,
+    open_owned,
+    read_data,
+    write_whole,
+)
 
 PLATFORMS = ("rocm", "cuda", "none")
 
@@ -185,17 +195,28 @@ def _load(name: str, platform: str) -> ModuleType:
             raise NativeBuildError(f"{name} for {platform} is not built; run `monarch-slurm build-native` first")
         _log.info("building %s for %s, once", name, platform)
         _build(recipe, force=False)
-    loader = importlib.machinery.ExtensionFileLoader(qualified, str(recipe.target))
-    spec = importlib.util.spec_from_file_location(qualified, recipe.target, loader=loader)
-    assert spec is not None
     try:
-        module = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
+        with open_owned(recipe.target, "to load it") as file:
+            module = _load_open(qualified, file.fileno())
+    except FileRefusedError as error:
+        raise NativeBuildError(f"{error}, or run `monarch-slurm build-native --force`") from None
     except ImportError as error:
         raise NativeBuildError(
             f"{recipe.target}, built by {_builder(recipe)}, cannot be loaded on this machine: {error}; where system "
             "libraries differ, build where they are oldest, or give each kind of machine a MONARCH_SLURM_NATIVE_CACHE"
         ) from error
+    module.__file__ = str(recipe.target)
+    return module
+
+
+def _load_open(qualified: str, fd: int) -> ModuleType:
+    """Load a module by its descriptor: what is loaded is what was checked, whoever may rename files meanwhile."""
+    path = f"/proc/self/fd/{fd}"
+    loader = importlib.machinery.ExtensionFileLoader(qualified, path)
+    spec = importlib.util.spec_from_file_location(qualified, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
     return module
 
 
@@ -336,7 +357,10 @@ def _key(name: str, platform: str, flags: list[str]) -> str:
 def _build(recipe: _Recipe, force: bool) -> None:
     compiler = _compiler()
     try:
-        recipe.target.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(followed(recipe.target.parent), 0o755)
+        check_folder(recipe.target.parent, "to build modules there")
+    except FileRefusedError as error:
+        raise NativeBuildError(f"{error}, or set MONARCH_SLURM_NATIVE_CACHE to another folder") from None
     except OSError as error:
         raise NativeBuildError(
             f"cannot make the cache folder {recipe.target.parent}: {error.strerror}; set MONARCH_SLURM_NATIVE_CACHE to "
@@ -354,7 +378,8 @@ def _build(recipe: _Recipe, force: bool) -> None:
                     f"building {recipe.name} failed ({shlex.join(command)}):\n{_tail(done.stderr or done.stdout)}"
                 )
             version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
-            _builder_file(recipe).write_text(version.partition("\n")[0] or shlex.join(compiler))
+            write_whole(_builder_file(recipe), (version.partition("\n")[0] or shlex.join(compiler)).encode(), 0o644)
+            output.chmod(0o755)  # whatever the umask: it is code
             os.replace(output, recipe.target)  # a reader sees the whole file or none
 
 
@@ -365,16 +390,19 @@ def _builder_file(recipe: _Recipe) -> Path:
 def _builder(recipe: _Recipe) -> str:
     """The compiler that a module was built with, for an error's text."""
     try:
-        return _builder_file(recipe).read_text()
-    except OSError:
+        return read_data(_builder_file(recipe)).decode(errors="replace")
+    except (FileNotFoundError, FileRefusedError):
         return "a compiler that is not known"
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    fd = append_owned(path)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(fd)
 
 
 def _tail(text: str, lines: int = 40) -> str:

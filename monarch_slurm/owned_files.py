@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import pwd
@@ -19,7 +20,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from monarch_slurm.errors import MonarchSlurmError
 
@@ -133,7 +134,7 @@ def _check_link(path: Path, link: Path, info: os.stat_result, *, on_the_way: boo
 
 
 @contextlib.contextmanager
-def open_owned(path: Path, use: str, *, private: bool = False, root: bool = True) -> Iterator[BinaryIO]:
+def open_owned(path: Path, use: str, *, private: bool = False, root: bool = True) -> Iterator[io.BufferedReader]:
     """Open a file for reading that only this user, or root, may have written; see `check_info`.
 
     Raises:
@@ -214,7 +215,7 @@ def _text(path: Path, data: bytes) -> str:
 
 
 @contextlib.contextmanager
-def _open(path: Path, real: Path, flags: int) -> Iterator[BinaryIO]:
+def _open(path: Path, real: Path, flags: int) -> Iterator[io.BufferedReader]:
     try:
         # O_NONBLOCK: a pipe under this name would hold the program up
         fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | flags)
@@ -241,7 +242,7 @@ def _of_whom(path: Path, error: OSError) -> str:
         return ""
 
 
-def _read(path: Path, file: BinaryIO, limit: int) -> bytes:
+def _read(path: Path, file: io.BufferedReader, limit: int) -> bytes:
     try:
         data = file.read(limit + 1)
     except OSError as error:

@@ -205,6 +205,8 @@ def _read(script: str) -> str:
         return Path(script).read_text()
     except OSError as error:
         raise click.UsageError(f"--script {script}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"--script {script} is not text: {error}") from None
 
 
 def _numbers(option: str, text: str | None) -> dict[str, int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.owned_files import followed, write_whole
 
 
 @click.group()
@@ -75,9 +77,9 @@ def render(name: str, values: Sequence[str], output: str | None, force: bool) ->
         click.echo(text, nl=False)
         return
     path = Path(output)
-    if path.exists() and not force:
+    if os.path.lexists(path) and not force:
         raise MonarchSlurmError(f"{path} is there already; --force writes over it")
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(followed(path), text.encode(), 0o644)
     except OSError as error:
         raise MonarchSlurmError(f"cannot write {path}: {error.strerror}") from None

@@ -15,6 +15,7 @@ from monarch_slurm.actor.client import client
 from monarch_slurm.controller.census import census
 from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.host import HostInfo
+from monarch_slurm.owned_files import FileRefusedError, describe, followed, make_folders
 from monarch_slurm.wire import AdminServer, write_invitation
 from monarch_slurm.wire.admin import Answer
 from monarch_slurm.wire.keys import CONTROLLER_FILE
@@ -42,12 +43,15 @@ def make_job_folder(folder: Path) -> Path:
         FolderError: it cannot be made or written, or belongs to somebody else.
     """
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = folder.stat()
+        real = followed(folder)
+        make_folders(real)
+        info = real.stat()
         if info.st_uid != os.getuid():
-            raise FolderError(f"{folder} belongs to uid {info.st_uid}, not to you: name a folder of your own")
+            raise FolderError(f"{folder} {describe(info)}: name a folder of your own")
         if stat.S_IMODE(info.st_mode) & 0o077:
             folder.chmod(0o700)
+    except FileRefusedError as error:
+        raise FolderError(str(error)) from None
     except OSError as error:
         raise FolderError(f"cannot use the folder {folder}: {error.strerror}") from None
     if not os.access(folder, os.W_OK):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from monarch_slurm.owned_files import LARGE_BYTES, append_owned, read_owned
+
+logger = logging.getLogger(__name__)
 
 
 class Journal:
@@ -15,11 +20,15 @@ class Journal:
 
     Args:
         path: the file; it is made (mode 0600) or appended to.
+
+    Raises:
+        FileRefusedError: there is something else of this name, or it is somebody else's.
+        OSError: it cannot be made or opened.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        fd = append_owned(path)
         self._file = os.fdopen(fd, "w", buffering=1, encoding="utf-8")  # a line leaves when it is whole
         self._lock = threading.Lock()
 
@@ -41,8 +50,25 @@ class Journal:
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the events in ``path``; an unfinished last line, left by a crash, is left out."""
-    events = []
-    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
-        events.append(json.loads(line))
+    """Return the events in ``path``.
+
+    An unfinished last line, left by a crash, is left out. So are other lines that hold no JSON object, and the log
+    says how many.
+
+    Raises:
+        FileRefusedError: it cannot be read, or others may have written it.
+        FileNotFoundError: there is none.
+    """
+    events, damaged = [], []
+    for number, line in enumerate(read_owned(path, "to go on from it", limit=LARGE_BYTES).split(b"\n")[:-1], 1):
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            event = None
+        if isinstance(event, dict):
+            events.append(event)
+        else:
+            damaged.append(number)
+    if damaged:
+        logger.warning("%s: %d lines are damaged and left out, the first is line %d", path, len(damaged), damaged[0])
     return events

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from monarch_slurm.host.output import STDERR, STDOUT, Output
+from monarch_slurm.owned_files import FileRefusedError
 
 _READ_BYTES = 64 * 1024
 _MAX_LINE_BYTES = 64 * 1024
@@ -82,7 +83,12 @@ class ProcLog:
         self._output = output
         self._prefix = prefix
         self._tail: deque[str] = deque(maxlen=tail_lines)
-        self._file = output.open(path) if path is not None else None
+        self._file: int | None = None
+        if path is not None:
+            try:
+                self._file = output.open(path)
+            except (OSError, FileRefusedError) as error:
+                output.write(STDERR, f"{prefix} cannot write the log {path} ({error}): its lines are printed here")
 
     @property
     def tail(self) -> list[str]:

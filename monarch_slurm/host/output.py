@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from pathlib import Path
 
+from monarch_slurm.owned_files import append_owned, make_folders
 from monarch_slurm.wire.task_limits import start_thread
 
 MAX_WAITING_BYTES = 16 * 2**20
@@ -43,8 +44,8 @@ class Output:
 
     def open(self, path: Path) -> int:
         """Return a descriptor that appends to the file ``path`` (mode 0600), whose folder is made if need be."""
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        make_folders(path.parent)
+        return append_owned(path)
 
     def close(self, fd: int) -> None:
         """Close a descriptor of `open` after what is queued for it."""

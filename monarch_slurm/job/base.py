@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from monarch_slurm.job.errors import JobError, JobSpecError
-from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder, write_whole
+from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.job.services import Services
 from monarch_slurm.job.supervisor import BATCH_VARIABLE
+from monarch_slurm.owned_files import LARGE_BYTES, FileRefusedError, followed, make_folders, read_owned, write_whole
 
 if TYPE_CHECKING:
     from monarch_slurm.actor import HostMesh
@@ -274,15 +275,17 @@ class JobTrait(Services, ABC):
         return bytes(cloudpickle.dumps(self))
 
     def dump(self, filename: str) -> None:
-        """Write the job for `job_load`, with its folders; a symbolic link is followed.
+        """Write the job for `job_load`, with its folders; a symbolic link of this user's is followed.
 
         Raises:
             JobError: the file cannot be written.
         """
-        path = Path(os.path.realpath(filename))
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path = followed(Path(filename))
+            make_folders(path.parent, 0o755)
             write_whole(path, self.dumps())
+        except FileRefusedError as error:
+            raise JobError(f"cannot remember the job: {error}") from None
         except OSError as error:
             raise JobError(f"cannot remember the job in {path}: {error.strerror}") from None
 
@@ -331,6 +334,13 @@ class BatchJob(JobTrait):
         return f"BatchJob({self._job!r})"
 
 
+_UNPICKLING = (
+    pickle.UnpicklingError, EOFError, ImportError, AttributeError, TypeError, ValueError, LookupError, ArithmeticError,
+    AssertionError, MemoryError, RecursionError, RuntimeError,
+)  # fmt: skip
+"""What bytes that are no pickle, or one of another version, may raise."""
+
+
 def job_loads(data: bytes) -> JobTrait:
     """Return the job that `JobTrait.dumps` wrote. This is unpickling: only for bytes from someone you trust.
 
@@ -339,8 +349,8 @@ def job_loads(data: bytes) -> JobTrait:
     """
     try:
         job = pickle.loads(data)
-    except (pickle.UnpicklingError, EOFError, ImportError, AttributeError, TypeError, ValueError, IndexError) as error:
-        raise JobError(f"cannot read the remembered job: {error}") from None
+    except _UNPICKLING as error:
+        raise JobError(f"cannot read the remembered job: {error or type(error).__name__}") from None
     if not isinstance(job, JobTrait):
         raise JobError(f"not a job but a {type(job).__name__}")
     return job
@@ -351,19 +361,19 @@ def job_load(filename: str = DEFAULT_JOB_PATH) -> JobTrait:
 
     Raises:
         FileNotFoundError: there is no such file.
-        JobError: it belongs to somebody else, or holds no job.
+        JobError: it belongs to somebody else, others may have written it, or it holds no job.
     """
     job = _batch_job() if filename == DEFAULT_JOB_PATH else None
     if job is not None:
         return job
-    with open(filename, "rb") as file:
-        owner = os.fstat(file.fileno()).st_uid
-        if owner not in (os.getuid(), 0):
-            raise JobError(f"{filename} belongs to uid {owner}: loading it would run whatever they put in it")
-        try:
-            return job_loads(file.read())
-        except JobError as error:
-            raise JobError(f"{filename}: {error}; remove it if you do not need it") from None
+    try:
+        data = read_owned(Path(filename), "to load it", limit=LARGE_BYTES)
+    except FileRefusedError as error:
+        raise JobError(str(error)) from None
+    try:
+        return job_loads(data)
+    except JobError as error:
+        raise JobError(f"{filename}: {error}; remove it if you do not need it") from None
 
 
 def _load_cached(path: str | None) -> JobTrait | None:

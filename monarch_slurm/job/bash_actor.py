@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from monarch_slurm.actor import Actor, Port, context, endpoint
+from monarch_slurm.owned_files import append_owned, make_folders
 from monarch_slurm.wire.task_limits import start_thread
 
 SUBDIR = "$SUBDIR"
@@ -135,9 +136,15 @@ class BashActor(Actor):
         if SUBDIR not in folder and self._place:
             folder = f"{folder}/{SUBDIR}"  # else ranks would write into each other's files
         path = Path(folder.replace(SUBDIR, subdir))
-        path.mkdir(parents=True, exist_ok=True)
-        with open(path / STDOUT_FILE, "w") as stdout, open(path / STDERR_FILE, "w") as stderr:
+        make_folders(path, 0o755)
+        with open(_emptied(path / STDOUT_FILE), "w") as stdout, open(_emptied(path / STDERR_FILE), "w") as stderr:
             yield stdout, stderr
+
+
+def _emptied(path: Path) -> int:
+    fd = append_owned(path, 0o644)
+    os.ftruncate(fd, 0)
+    return fd
 
 
 def _flat(place: dict[str, int], sizes: dict[str, int]) -> int:

@@ -49,6 +49,7 @@ from monarch_slurm.job.supervisor import (
     describe_code,
     start_child,
 )
+from monarch_slurm.owned_files import FileRefusedError, append_owned
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ def run_batch(folder: str, plan: BatchPlan) -> None:
     begin_supervisor()
     try:
         code = _Batch(JobFolder(Path(folder)), plan).run()
-    except JobError as error:
+    except (JobError, FileRefusedError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     if code:
@@ -197,7 +198,7 @@ class _Batch:
         self._lock.release()
 
     def _start_program(self) -> subprocess.Popen[bytes]:
-        log = os.open(self._folder.controller_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log = append_owned(self._folder.controller_log)
         env = {
             **os.environ,
             FOLDER_VARIABLE: str(self._folder.path),

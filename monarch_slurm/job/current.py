@@ -6,12 +6,13 @@ import contextlib
 import importlib
 import os
 import re
+import stat
 import sys
 from pathlib import Path
 
 from monarch_slurm.job.base import DEFAULT_JOB_PATH, JobTrait
 from monarch_slurm.job.errors import JobError, JobSpecError
-from monarch_slurm.job.folder import write_whole
+from monarch_slurm.owned_files import describe, followed, make_folders, owned_text, write_whole
 
 DEFAULT_CONTEXT = "default"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -35,7 +36,7 @@ def set_current_job(module_path: str, context: str | None = None) -> JobTrait:
     name = context or current_context()
     folder = state_path(name).parent
     job = _load(module_path)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folders(folder, 0o755)
     write_whole(folder / "spec", f"{module_path}\n".encode())
     link = Path(DEFAULT_JOB_PATH)
     if link.exists() and not link.is_symlink():
@@ -55,7 +56,7 @@ def load_current_job() -> JobTrait:
     """
     path = Path(DEFAULT_JOB_PATH).parent / current_context() / "spec"
     try:
-        spec = path.read_text().strip()
+        spec = _spec(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"no current job in {Path.cwd()}: call set_current_job('module.job') here") from None
     return _load(spec)
@@ -64,13 +65,20 @@ def load_current_job() -> JobTrait:
 def current_context() -> str:
     """Return the name of the context in force in this folder."""
     link = Path(DEFAULT_JOB_PATH)
-    return Path(os.readlink(link)).parent.name if link.is_symlink() else DEFAULT_CONTEXT
+    if not link.is_symlink():
+        return DEFAULT_CONTEXT
+    followed(link)  # one of somebody else would name the module to run
+    return Path(os.readlink(link)).parent.name
 
 
 def contexts() -> dict[str, str]:
     """Return the name of each context of this folder and the ``module.attribute`` of its job."""
     folder = Path(DEFAULT_JOB_PATH).parent
-    return {path.parent.name: path.read_text().strip() for path in sorted(folder.glob("*/spec"))}
+    return {path.parent.name: _spec(path) for path in sorted(folder.glob("*/spec"))}
+
+
+def _spec(path: Path) -> str:
+    return owned_text(path, "to import the module that it names").strip()
 
 
 def use_context(name: str) -> None:
@@ -122,9 +130,24 @@ def _load(spec: str) -> JobTrait:
     module, dot, attribute = spec.rpartition(".")
     if not dot or not module or not attribute:
         raise ValueError(f"{spec!r}: module.attribute expected, such as jobs.training")
+    _check_source(Path.cwd())
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     job = getattr(importlib.import_module(module), attribute)
     if not isinstance(job, JobTrait):
         raise TypeError(f"{spec} is no job but a {type(job).__name__}")
     return job
+
+
+def _check_source(folder: Path) -> None:
+    """Make sure that not everybody may put modules into ``folder``. Members of a group that share code may.
+
+    Raises:
+        JobSpecError: everybody may.
+    """
+    info = os.stat(folder)
+    if info.st_mode & stat.S_IWOTH:
+        raise JobSpecError(
+            f"{folder} {describe(info)}: everybody may put modules there, and they would run as you. Go to a folder of "
+            "your own"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import logging
 import re
 import shutil
 import tempfile
@@ -14,7 +14,10 @@ from pathlib import Path
 
 from monarch_slurm.host.invitations import FOLDER_VARIABLE as FOLDER_VARIABLE
 from monarch_slurm.job.errors import JobFolderError, JobSpecError
+from monarch_slurm.owned_files import FileRefusedError, make_folders, read_data, write_whole
 from monarch_slurm.wire.admin import ADMIN_FILE
+
+logger = logging.getLogger(__name__)
 
 _FORBIDDEN = re.compile(r"[%\\\n\r]")
 
@@ -45,10 +48,10 @@ class JobFolder:
         label = re.sub(r"[^A-Za-z0-9._-]+", "_", job_name)[:40]
         made = tuple(path for path in (base, *base.parents) if not path.exists())
         try:
-            base.mkdir(parents=True, exist_ok=True)
+            make_folders(base, 0o755)
             path = Path(tempfile.mkdtemp(prefix=f"{time.strftime('%Y%m%d-%H%M%S')}-{label}-", dir=base))
             folder = JobFolder(path, made)
-            folder.logs.mkdir()
+            folder.logs.mkdir(mode=0o700)
         except OSError as error:
             raise JobFolderError(f"cannot make a folder for the job in {base}: {error.strerror}") from None
         return folder
@@ -57,7 +60,7 @@ class JobFolder:
         """Make and return the folder of one task of an array, in this one, which is that of the array."""
         task = JobFolder(self.path / str(index))
         task.path.mkdir(mode=0o700)
-        task.logs.mkdir()
+        task.logs.mkdir(mode=0o700)
         return task
 
     def remove(self) -> None:
@@ -70,10 +73,13 @@ class JobFolder:
     def link_as(self, name: str) -> None:
         """Make the folder known as ``name``, too, beside it; the newest has a name that is used twice."""
         link = self.path.parent / name
-        if link.is_symlink():  # a cluster that counts its jobs from 1 again
-            link.unlink(missing_ok=True)
-        with contextlib.suppress(FileExistsError):
-            link.symlink_to(self.path.name)
+        try:
+            if link.is_symlink():  # a cluster that counts its jobs from 1 again
+                link.unlink(missing_ok=True)
+            with contextlib.suppress(FileExistsError):
+                link.symlink_to(self.path.name)
+        except PermissionError as error:  # it is another user's, in a folder with the sticky bit
+            logger.warning("cannot make the link %s to %s: %s", link, self.path.name, error.strerror)
 
     @property
     def submission_script(self) -> Path:  # noqa: D102
@@ -134,9 +140,14 @@ class JobFolder:
     def exit_code(self) -> int | None:
         """Return the exit code of the controller's program; None if it has not ended, or has never run."""
         try:
-            return int(self.exit_code_file.read_text())
-        except (FileNotFoundError, ValueError):
+            return int(read_data(self.exit_code_file))
+        except FileNotFoundError:
             return None
+        except FileRefusedError as error:
+            tell_once(str(error))
+        except ValueError:
+            tell_once(f"{self.exit_code_file} holds no exit code: it is ignored")
+        return None
 
     def forget_program(self) -> None:
         """Remove what the job's program left here when the job was started before."""
@@ -155,8 +166,11 @@ class JobFolder:
     def notice(self) -> str:
         """Return why the program is asked to end; an empty text if nothing is known."""
         try:
-            return self._notice_file.read_text()
+            return read_data(self._notice_file).decode(errors="replace")
         except FileNotFoundError:
+            return ""
+        except FileRefusedError as error:
+            tell_once(str(error))
             return ""
 
     def write_exit_code(self, code: int) -> None:
@@ -164,14 +178,14 @@ class JobFolder:
         write_whole(self.exit_code_file, f"{code}\n".encode())
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write ``path`` (mode 0600) so that a reader sees the whole content or the old one, even after a power loss."""
-    fd, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(fd, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+_told: set[str] = set()
+
+
+def tell_once(text: str) -> None:
+    """Log that a file is ignored; those who look at a file again and again say it once."""
+    if text not in _told:
+        _told.add(text)
+        logger.warning("%s", text)
 
 
 def tail(path: Path, lines: int = 12) -> str:

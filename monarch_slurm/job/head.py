@@ -16,6 +16,7 @@ from monarch_slurm.job.errors import NodeListError, NoSlurmError, SlurmUnreachab
 from monarch_slurm.job.folder import JobFolder
 from monarch_slurm.job.nodelist import expand
 from monarch_slurm.job.status import PHASES, JobId, Phase, Run, run_command
+from monarch_slurm.owned_files import FileRefusedError, append_owned
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,11 @@ def end_without_head(folder: JobFolder, allocation: SlurmAllocation, requeue: bo
     plan = "starting the job again" if requeue else "ending the job"
     line = f"monarch_slurm: {allocation.node_name}: the head node is lost: {plan}\n"
     logger.warning("%s", line.strip())
-    with open(folder.batch_log, "a") as log:
-        log.write(line)
+    try:
+        with open(append_owned(folder.batch_log), "a") as log:
+            log.write(line)
+    except (OSError, FileRefusedError) as error:
+        logger.warning("cannot write that into %s: %s", folder.batch_log, error)
     command = ["scontrol", "requeue"] if requeue else ["scancel"]
     done = run([*command, allocation.command_id])
     if done.returncode != 0:

@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from monarch_slurm.job.errors import JobError
-from monarch_slurm.job.folder import write_whole
+from monarch_slurm.job.folder import tell_once
+from monarch_slurm.owned_files import FileRefusedError, json_object, read_data, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ SILENCE_SECONDS = 15.0
 """Longer than any shared file system shows old content."""
 
 _LOOK_SECONDS = 0.5
+_LATEST = 1e11  # seconds since the epoch: more has no date
 
 
 class SecondHeadError(JobError):
@@ -91,7 +93,7 @@ class HeadLock:
             if other is not None:
                 sleep(_LOOK_SECONDS)  # of two that do so at the same time the later one stays
             self._check()
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, FileRefusedError) as error:
             raise SecondHeadError(f"cannot tell who is the head of this job from {self._path}: {error}") from error
 
     def beat(self) -> None:
@@ -107,12 +109,12 @@ class HeadLock:
         try:
             self._check()
             self._write()
-        except (OSError, ValueError, TypeError) as error:  # a file system that has its troubles is no other head
+        except (OSError, FileRefusedError) as error:  # a file system that has its troubles is no other head
             logger.warning("cannot look at %s: %s", self._path, error)
 
     def release(self) -> None:
         """Leave the place, if it is still ours."""
-        with contextlib.suppress(OSError, ValueError, TypeError):
+        with contextlib.suppress(OSError, FileRefusedError):
             other = self._read()
             if other is not None and other.id == self._me.id:
                 self._path.unlink(missing_ok=True)
@@ -151,12 +153,21 @@ def read_head(folder: Path) -> HeadProcess | None:
     """Return who says to be the head of the job in ``folder``; None if nobody does, or it cannot be read."""
     try:
         return _read(folder / HEAD_FILE)
-    except (OSError, ValueError, TypeError):
+    except FileRefusedError as error:
+        tell_once(str(error))
         return None
 
 
 def _read(path: Path) -> HeadProcess | None:
     try:
-        return HeadProcess(**json.loads(path.read_text()))
+        told = json_object(path, read_data(path))
     except FileNotFoundError:
         return None
+    kinds: dict[str, tuple[type, ...]] = {
+        "id": (str,), "node": (str,), "pid": (int,), "restarts": (int,), "started": (int, float), "beat": (int,),
+    }  # fmt: skip
+    if told.keys() != kinds.keys() or not all(type(told[name]) in kinds[name] for name in kinds):
+        raise FileRefusedError(f"{path} does not tell who is the head of the job")
+    if not abs(told["started"]) < _LATEST:
+        raise FileRefusedError(f"{path} tells a time that makes no sense: {told['started']}")
+    return HeadProcess(**told)

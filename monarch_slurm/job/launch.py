@@ -17,11 +17,12 @@ from monarch_slurm.job.base import BatchJob, program_arguments
 from monarch_slurm.job.batch import BatchPlan, run_batch
 from monarch_slurm.job.container import RUNTIMES, Container
 from monarch_slurm.job.errors import JobError, JobSpecError
-from monarch_slurm.job.folder import JobFolder, write_whole
+from monarch_slurm.job.folder import JobFolder
 from monarch_slurm.job.head import ask_quickly
 from monarch_slurm.job.slurm import DEFAULT_LOG_DIR, SlurmJob
 from monarch_slurm.job.status import listed_id
 from monarch_slurm.job.submission import check_commands, default_python
+from monarch_slurm.owned_files import FileRefusedError, check_folder, followed, write_whole
 
 MODULE = "monarch_slurm.job.launch"
 
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folder = _folder(Path(options.log_dir), allocation, name)
         job.adopt(name, folder)
         write_whole(folder.job_pickle, BatchJob(job).dumps())
-    except JobError as error:
+    except (JobError, FileRefusedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, JobSpecError) else 1) from None
     run_batch(str(folder.path), plan)
@@ -135,7 +136,8 @@ def _folder(base: Path, allocation: SlurmAllocation, name: str) -> JobFolder:
     names = dict.fromkeys((name, allocation.command_id))
     for link in (base.absolute() / known for known in names):
         if link.is_symlink() and link.is_dir():
-            folder = JobFolder(link.resolve())
+            folder = JobFolder(followed(link))
+            check_folder(folder.path, "to use it as that of this job", root=False)
             if allocation.restarts or folder.exit_code() is None:
                 return folder
     folder = JobFolder.create(base, os.environ.get("SLURM_JOB_NAME", "job"))

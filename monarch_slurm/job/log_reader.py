@@ -6,6 +6,8 @@ import codecs
 from pathlib import Path
 from typing import Protocol
 
+from monarch_slurm.job.errors import JobFolderError
+
 CHUNK = 1 << 16
 
 
@@ -39,6 +41,8 @@ class LogReader:
                     grown = True
         except FileNotFoundError:
             return False
+        except OSError as error:
+            raise JobFolderError(f"cannot read {self._path}: {error.strerror}") from None
         if grown:
             out.flush()
         return grown

@@ -26,6 +26,7 @@ from monarch_slurm.job.requested import cancel_waiting, new_request_folder
 from monarch_slurm.job.sick import leave_out_sick
 from monarch_slurm.job.status import Phase, query, wait_for_start
 from monarch_slurm.job.submission import submit
+from monarch_slurm.owned_files import write_whole
 from monarch_slurm.wire.task_limits import start_thread
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class NodeRequests:
         folder = new_request_folder(self._folder)
         small = leave_out_sick(small_request(self._request, self._nodes), self._folder.path.parent)
         job_id = int(submit(small, folder, self._plan))
-        (folder.path / "job_id").write_text(f"{job_id}\n")
+        write_whole(folder.path / "job_id", f"{job_id}\n".encode())
         return job_id
 
     def _watch(self, job_id: int, name: str) -> None:

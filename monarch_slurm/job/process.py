@@ -21,6 +21,7 @@ from monarch_slurm.job.errors import HostsTakenError, JobError
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder, tail
 from monarch_slurm.job.processes import end_processes, find_processes
 from monarch_slurm.job.supervisor import CLIENT_WAIT
+from monarch_slurm.owned_files import append_owned
 from monarch_slurm.wire.task_limits import start_process
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class ProcessJob(JobTrait):
             raise RuntimeError("a ProcessJob takes no client script: run the program, and have it call state()")
         # Not a name that runtime_dir.py could take for a folder of sockets whose process is gone.
         self._folder = folder = JobFolder(Path(tempfile.mkdtemp(prefix=f"msjob-{os.getuid()}-")))
-        folder.logs.mkdir()
+        folder.logs.mkdir(mode=0o700)
         runtime = folder.path / "run"
         runtime.mkdir(mode=0o700)
         for name in [*self._host_names(), *(self._spare_name() for _ in range(self._spares))]:
@@ -85,7 +86,7 @@ class ProcessJob(JobTrait):
         env = {**os.environ, "MONARCH_SLURM_MESH_ORPHAN_TIMEOUT": str(CLIENT_WAIT), **self._env}
         env |= {FOLDER_VARIABLE: str(folder.path), "MONARCH_SLURM_RUNTIME_DIR": str(folder.path / "run")}
         command = module_command("monarch_slurm.host", "--folder", str(folder.path), "--name", name)
-        with open(folder.host_log(name), "ab") as log:
+        with open(append_owned(folder.host_log(name)), "ab") as log:
             process = start_process(
                 f"host {name}",
                 command,

@@ -9,6 +9,7 @@ from pathlib import Path
 from monarch_slurm.job.errors import NoSlurmError, SlurmUnreachableError
 from monarch_slurm.job.folder import JobFolder
 from monarch_slurm.job.head import ask_quickly
+from monarch_slurm.owned_files import FileRefusedError, read_data
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ def new_request_folder(folder: JobFolder) -> JobFolder:
             continue
         break
     made = JobFolder(base / str(number))
-    made.logs.mkdir()
+    made.logs.mkdir(mode=0o700)
     return made
 
 
@@ -44,10 +45,23 @@ def cancel_all(folder: JobFolder) -> None:
 
 
 def _cancel(folder: JobFolder, *options: str) -> None:
-    jobs = [path.read_text().strip() for path in sorted(requests_folder(folder).glob("*/job_id"))]
+    jobs = list(filter(None, map(_job_id, sorted(requests_folder(folder).glob("*/job_id")))))
     if not jobs:
         return
     try:
         ask_quickly(["scancel", "--quiet", *options, *jobs])
     except (NoSlurmError, SlurmUnreachableError) as error:
         logger.warning("cannot cancel jobs %s: %s", ", ".join(jobs), error)
+
+
+def _job_id(path: Path) -> str:
+    """Return the number of a job that a file holds; empty, and a line of the log, if it holds none."""
+    try:
+        text = read_data(path).decode(errors="replace").strip()
+    except (FileRefusedError, FileNotFoundError) as error:
+        logger.warning("a job of this one may be left in the queue: %s", error)
+        return ""
+    if not (text.isascii() and text.isdecimal()):
+        logger.warning("a job of this one may be left in the queue: %s holds no number of a job", path)
+        return ""
+    return text

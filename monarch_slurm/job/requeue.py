@@ -8,10 +8,11 @@ import signal
 import time
 
 from monarch_slurm.job.errors import NoSlurmError, SlurmUnreachableError
-from monarch_slurm.job.folder import JobFolder, write_whole
+from monarch_slurm.job.folder import JobFolder
 from monarch_slurm.job.head import ask_quickly
 from monarch_slurm.job.status import JobId, Run
 from monarch_slurm.job.supervisor import CHECK_SECONDS, Signals
+from monarch_slurm.owned_files import FileRefusedError, read_data, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,11 @@ def may_start_again(folder: JobFolder, ran: float) -> bool:
     """
     path = folder.path / _QUICK_KILLS
     try:
-        before = int(path.read_text())
-    except (OSError, ValueError):
+        before = int(read_data(path))
+    except FileNotFoundError:
+        before = 0
+    except (FileRefusedError, ValueError) as error:
+        logger.warning("%s does not tell how often the program was killed (%s); counting from 0", path, error)
         before = 0
     count = before + 1 if ran < QUICK_SECONDS else 0
     write_whole(path, f"{count}\n".encode())

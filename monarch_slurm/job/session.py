@@ -30,13 +30,14 @@ from monarch_slurm.job.allocation import SlurmAllocation
 from monarch_slurm.job.batch import BatchPlan
 from monarch_slurm.job.diagnosis import gather_or_explain
 from monarch_slurm.job.errors import HostsTakenError, JobError
-from monarch_slurm.job.folder import JobFolder, write_whole
+from monarch_slurm.job.folder import JobFolder, tell_once
 from monarch_slurm.job.follow import print_notice
 from monarch_slurm.job.nodelist import compress
 from monarch_slurm.job.status import JobId, run_command
 from monarch_slurm.job.steps import Steps
 from monarch_slurm.job.supervisor import CHECK_SECONDS, Signals, begin_supervisor
 from monarch_slurm.job.unreachable import slurm_failure
+from monarch_slurm.owned_files import FileRefusedError, append_owned, open_owned, owned_json, write_whole
 from monarch_slurm.wire import sweep_runtime_dirs
 from monarch_slurm.wire.process_end import ProcessEnd
 from monarch_slurm.wire.task_limits import start_process
@@ -81,9 +82,15 @@ class _Owner:
     @staticmethod
     def read(path: Path) -> _Owner | None:
         try:
-            return _Owner(**json.loads(path.read_text()))
-        except (FileNotFoundError, ValueError, TypeError):
+            told = owned_json(path, "to believe who has the nodes")
+            return _Owner(str(told["folder"]), str(told["host"]), int(told["pid"]), float(told["started"]))
+        except FileNotFoundError:
             return None
+        except FileRefusedError as error:
+            tell_once(f"{error}; it is ignored")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            tell_once(f"{path} does not tell who has the nodes ({error!r}); it is ignored")
+        return None
 
     def is_gone(self) -> bool:
         """Whether it has certainly ended; of another machine nothing is known."""
@@ -154,7 +161,7 @@ def _start_supervisor(
         **({} if allocation.groups else {"SLURM_JOB_NODELIST": compress(allocation.nodes)}),
         **({} if allocation.groups else {"SLURM_JOB_NUM_NODES": str(len(allocation.nodes))}),
     }
-    with open(folder.batch_log, "ab") as log:
+    with open(append_owned(folder.batch_log), "ab") as log:
         # A session of its own: a Ctrl-C at the terminal is for the program, and would end srun's steps.
         return start_process(
             "the supervisor of the session",
@@ -231,7 +238,7 @@ class _Supervisor:
         self._folder = folder
         self._record = record
         self._signals = Signals()
-        with open(folder.path / _PLAN_FILE, "rb") as file:
+        with open_owned(folder.path / _PLAN_FILE, "to load it", private=True, root=False) as file:
             allocation, plan = pickle.load(file)
         assert isinstance(allocation, SlurmAllocation)
         self._job_id = allocation.command_id

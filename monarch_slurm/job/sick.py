@@ -11,16 +11,18 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from monarch_slurm.job.folder import write_whole
+from monarch_slurm.job.folder import tell_once
 from monarch_slurm.job.node_states import nodes_for
 from monarch_slurm.job.nodelist import compress, expand
 from monarch_slurm.job.request import SlurmRequest
 from monarch_slurm.job.status import Run, answers_within
+from monarch_slurm.owned_files import FileRefusedError, json_object, owned_json, read_owned, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,7 @@ SILENT_SECONDS = (600.0, 3600.0, 24 * 3600.0)
 
 _MEMORY_SECONDS = 24 * 3600.0
 _ASK_SECONDS = 10.0
+_LATEST = 1e11  # seconds since the epoch: more has no date
 
 
 @dataclass(frozen=True)
@@ -172,17 +175,56 @@ def _reasons(sick: Mapping[str, SickNode], names: set[str]) -> str:
 
 
 def _remembered(base: Path, now: float) -> dict[str, SickNode]:
+    """Return what is remembered. What makes no sense is left out, and the log says so in a line."""
+    path = base / SICK_FILE
     try:
-        found = json.loads((base / SICK_FILE).read_text())
-        nodes = {name: SickNode(**{"seconds": SILENT_SECONDS[0], **entry}) for name, entry in found.items()}
-        return {name: node for name, node in nodes.items() if now - node.at < _MEMORY_SECONDS}
-    except (OSError, ValueError, TypeError, AttributeError):
+        found = owned_json(path, "to leave out nodes for it")
+    except FileNotFoundError:
         return {}
+    except FileRefusedError as error:
+        tell_once(f"nodes that were lost or not fit are not left out: {error}")
+        return {}
+    nodes = {name: node for name, entry in found.items() if (node := _node(entry)) is not None}
+    if len(nodes) < len(found):
+        tell_once(f"{path}: {len(found) - len(nodes)} of {len(found)} entries make no sense and are ignored")
+    return {name: node for name, node in nodes.items() if now - node.at < _MEMORY_SECONDS}
+
+
+def _node(entry: object) -> SickNode | None:
+    if not isinstance(entry, dict):
+        return None
+    told = {"seconds": SILENT_SECONDS[0], "silences": 0, "by_silence": False, **entry}
+    if told.keys() != {each.name for each in fields(SickNode)} or not isinstance(told["why"], str):
+        return None
+    numbers = (told["at"], told["seconds"], told["silences"])
+    if not all(type(each) in (int, float) and 0 <= each < _LATEST for each in numbers):
+        return None
+    return SickNode(**{**told, "silences": int(told["silences"]), "by_silence": told["by_silence"] is True})
 
 
 def _write(base: Path, known: Mapping[str, SickNode]) -> None:
+    path = base / SICK_FILE
     try:
         text = json.dumps({name: asdict(node) for name, node in known.items()}, indent=1)
-        write_whole(base / SICK_FILE, text.encode())
+        _keep_damaged(path)
+        write_whole(path, text.encode())
+    except FileRefusedError as error:
+        logger.warning("cannot remember which nodes are sick: %s", error)
     except OSError as error:
-        logger.warning("cannot remember which nodes are sick: %s", error.strerror)
+        logger.warning("cannot remember which nodes are sick: %s: %s", path, error.strerror)
+
+
+def _keep_damaged(path: Path) -> None:
+    """Keep a file that this module has not written under another name, for whoever wants to see what happened.
+
+    Raises:
+        FileRefusedError: it is somebody else's; it stays as it is.
+    """
+    try:
+        json_object(path, read_owned(path, "to replace it"))
+    except FileNotFoundError:
+        return
+    except FileRefusedError:
+        if os.lstat(path).st_uid != os.getuid():
+            raise
+        os.replace(path, path.with_name(f"{path.name}.damaged"))

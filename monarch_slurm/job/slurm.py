@@ -23,7 +23,7 @@ from monarch_slurm.job.errors import (
     JobSpecError,
     SlurmUnreachableError,
 )
-from monarch_slurm.job.folder import JobFolder, write_whole
+from monarch_slurm.job.folder import JobFolder
 from monarch_slurm.job.follow import follow_job, print_notice
 from monarch_slurm.job.request import NodeSpec, SlurmRequest, split_meshes
 from monarch_slurm.job.requested import cancel_all
@@ -31,6 +31,7 @@ from monarch_slurm.job.sick import leave_out_sick
 from monarch_slurm.job.status import JobId, JobStatus, Phase, query, run_command
 from monarch_slurm.job.submission import check_commands, default_python, render, submit, submit_array
 from monarch_slurm.job.unreachable import slurm_failure
+from monarch_slurm.owned_files import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -232,6 +232,7 @@ def submit_array(
 def _checked_executor(request: SlurmRequest, folder: JobFolder, parallel: int | None = None) -> _Executor:
     check_commands()
     _check_node_count(request)
+    folder.submitit.mkdir(mode=0o700, exist_ok=True)  # submitit would leave its mode to the umask
     return _executor(with_share(request), folder, parallel)
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import re
 from pathlib import Path
 from typing import Any
+
+from monarch_slurm.owned_files import LARGE_BYTES, FileRefusedError, make_folders, read_owned, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +46,12 @@ class Positions:
         """
         text = json.dumps(position)
         path = self._folder / f"step-{step}.json"
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            aside.write_text(text)
-            aside.replace(path)
+            make_folders(self._folder)
+            write_whole(path, text.encode())
             self._prune(step)
-        except OSError as error:  # the run itself can go on
-            logger.warning("cannot write %s: %s", path, error.strerror)
+        except (OSError, FileRefusedError) as error:  # the run itself can go on
+            logger.warning("cannot write %s: %s", path, error)
 
     def read(self, step: int) -> Any:
         """Return the newest position at or before ``step``, that of the state that the run goes on from.
@@ -66,9 +65,9 @@ class Positions:
         chosen = max((known for known in steps if known <= step), default=steps[0])
         path = self._folder / f"step-{chosen}.json"
         try:
-            return json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            logger.warning("cannot read %s: %s", path, error)
+            return json.loads(read_owned(path, "to go on from it", limit=LARGE_BYTES))
+        except (OSError, ValueError, RecursionError, FileRefusedError) as error:
+            logger.warning("cannot read the position in %s: %s", path, error)
             return None
 
     def _steps(self) -> list[int]:

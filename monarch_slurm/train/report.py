@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.owned_files import LARGE_BYTES, FileRefusedError, json_object, read_data, read_owned, write_whole
 from monarch_slurm.train import curves, units
 from monarch_slurm.train.event_index import EventIndex
 from monarch_slurm.train.events import Event
@@ -92,35 +93,45 @@ def write_report(directory: str | os.PathLike[str], report: Report) -> tuple[Pat
         folder.mkdir(parents=True, exist_ok=True)
         _replace(json_path, json.dumps(_plain(report), allow_nan=False, separators=(",", ":")))
         _replace(html_path, render(report))
+    except FileRefusedError as e:
+        raise ReportError(str(e)) from None
     except OSError as e:
         raise ReportError(f"cannot write the report into {folder}: {e.strerror or e}") from e
     return json_path, html_path
 
 
-def load_report(path: str | os.PathLike[str]) -> Report:
+def load_report(path: str | os.PathLike[str], *, to_continue: bool = False) -> Report:
     """Read a ``report.json``, or the one in a directory.
 
+    Args:
+        to_continue: a run goes on with what is in it, so that nobody else may have written it.
+
     Raises:
-        ReportError: there is none, it is not a report, or it was written by a newer release.
+        ReportError: there is none, it is not a report, it was written by a newer release, or others may have written
+            it.
     """
     file = Path(path)
     if file.is_dir():
         file = file / REPORT
     try:
-        report = json.loads(file.read_bytes())
+        use = "to go on from it"
+        data = read_owned(file, use, limit=LARGE_BYTES) if to_continue else read_data(file, limit=LARGE_BYTES)
+        report = json_object(file, data)
     except FileNotFoundError as e:
         raise ReportError(f"no report at {file}; a run writes one when it ends") from e
-    except OSError as e:
-        raise ReportError(f"cannot read {file}: {e.strerror or e}") from e
-    except ValueError as e:
-        raise ReportError(f"{file} is not JSON ({e}); was it cut short while it was copied?") from e
-    if not isinstance(report, dict) or "schema" not in report:
+    except FileRefusedError as e:
+        raise ReportError(str(e)) from None
+    if "schema" not in report:
         raise ReportError(f"{file} is JSON, but not the report of a run: it has no 'schema'")
     if report["schema"] != SCHEMA:
         raise ReportError(f"{file} has schema {report['schema']!r}; this release reads {SCHEMA}")
     missing = sorted({"summary", "failures", "curves", "replicas", "events"} - report.keys())
     if missing:
         raise ReportError(f"{file} lacks {', '.join(missing)}")
+    kinds = {"summary": dict, "failures": list, "curves": dict, "replicas": list, "events": list}
+    wrong = sorted(name for name, kind in kinds.items() if not isinstance(report[name], kind))
+    if wrong:
+        raise ReportError(f"{file} is not the report of a run: {', '.join(wrong)} cannot be what it says")
     return report
 
 
@@ -294,17 +305,7 @@ def _plain(value: Any) -> Any:
 
 
 def _replace(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with aside.open("w", encoding="utf-8", newline="\n") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-        aside.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-        raise
+    write_whole(path, text.encode(), 0o644)
     # The rename itself is safe only once the directory is on the disk; some file systems cannot do that.
     with contextlib.suppress(OSError):
         folder = os.open(path.parent, os.O_RDONLY)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from monarch_slurm.controller.journal import read_journal
-from monarch_slurm.errors import ConfigError
+from monarch_slurm.errors import ConfigError, MonarchSlurmError
+from monarch_slurm.owned_files import check_folder
 from monarch_slurm.train import units
 from monarch_slurm.train.config import TrainConfig
+from monarch_slurm.train.event_index import EventIndex
 from monarch_slurm.train.events import Event
 from monarch_slurm.train.inputs import changed_inputs, inputs_of
 from monarch_slurm.train.manager import JOURNAL
@@ -41,7 +44,13 @@ def resumed_config(folder: Path, given: Mapping[str, Any], allow_changed_data: b
     events = history(folder)
     last = last_config(events)
     known = {field.name for field in dataclasses.fields(TrainConfig)}
-    config = TrainConfig(**{name: value for name, value in (last or {}).items() if name in known} | dict(given))
+    before = {name: value for name, value in (last or {}).items() if name in known}
+    try:
+        config = TrainConfig(**before | dict(given))
+    except MonarchSlurmError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError) as error:
+        raise ConfigError(f"{folder / JOURNAL} does not tell what the run was ({error}): it cannot continue") from None
     check_changes(folder, events, config, allow_changed_data)
     return config
 
@@ -79,6 +88,8 @@ def check_unfinished(folder: Path) -> None:
         ConfigError: ``folder`` holds no run, or the run has trained all its tokens.
         MonarchSlurmError: the run has only just been started.
     """
+    with contextlib.suppress(FileNotFoundError):
+        check_folder(folder, "to continue the run in it", root=False)
     if not (folder / JOURNAL).exists():
         if (folder / LOCK).exists():
             with alone_in(folder):  # or the one that starts has not come to write anything yet
@@ -96,13 +107,16 @@ def history(folder: Path) -> list[Event]:
         return []
     events = read_journal(folder / JOURNAL)
     if (folder / REPORT).exists():  # steps are not in the journal, for there are too many
-        events += [e for e in load_report(folder)["events"] if e["kind"] == "step"]
-    return sorted(events, key=lambda e: float(e["t"]))
+        events += EventIndex(load_report(folder, to_continue=True)["events"]).kind("step")
+    return EventIndex(events).events
 
 
 def last_config(events: Sequence[Event]) -> dict[str, Any] | None:
     """Return the description that the last start of a run had; None if there was none."""
-    return next((dict(e["config"]) for e in reversed(events) if e["kind"] == "run_started"), None)
+    started = (
+        e["config"] for e in reversed(events) if e["kind"] == "run_started" and isinstance(e.get("config"), dict)
+    )
+    return next(map(dict, started), None)
 
 
 def check_changes(
@@ -161,5 +175,5 @@ def finished_report(folder: Path) -> dict[str, Any] | None:
     """Return the report of the run in ``folder``, if it has trained all its tokens."""
     if not (folder / REPORT).exists():
         return None
-    report = load_report(folder)
+    report = load_report(folder, to_continue=True)
     return report if report["summary"].get("ok") else None

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.owned_files import append_owned
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     Raises:
         MonarchSlurmError: another one does.
     """
-    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = append_owned(folder / LOCK, read=True)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,6 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.owned_files import (
+    LARGE_BYTES,
+    FileRefusedError,
+    create_owned,
+    make_folders,
+    open_owned,
+    owned_json,
+    write_whole,
+)
 
 SAVED_FILE = "state.json"
 
@@ -87,8 +96,9 @@ def write_snapshot(path: Path, copy: Any) -> tuple[str, int]:
 
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        make_folders(path.parent)
+        aside.unlink(missing_ok=True)  # of a process that had the same number
+        with open(create_owned(aside), "wb") as file:
             file.write(state.encode_header(copy))
             for tensor in state.tensors(copy):
                 file.write(state.raw_bytes(tensor))
@@ -114,7 +124,7 @@ def read_state(path: Path, sha256: str) -> Any:
     from monarch_slurm.train import state
 
     try:
-        with open(path, "rb") as file:
+        with open_owned(path, "to continue from it") as file:
 
             def fill(buffer: memoryview) -> None:
                 done = 0
@@ -125,6 +135,8 @@ def read_state(path: Path, sha256: str) -> Any:
                     done += count
 
             tree = state.read_snapshot(fill)
+    except FileRefusedError as error:
+        raise SavedStateError(str(error)) from None
     except OSError as error:
         raise SavedStateError(f"cannot read the saved state {path}: {error.strerror}") from error
     except state.StateError as error:
@@ -145,7 +157,6 @@ def mark_saved(saved: SavedState, keep: int = 1) -> None:
     """
     folder = Path(saved.folder)
     path = folder / SAVED_FILE
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     older = [state for state in _named(folder) if state.step < saved.step][: keep - 1]
     fields = [
         {
@@ -158,15 +169,9 @@ def mark_saved(saved: SavedState, keep: int = 1) -> None:
         for state in (saved, *older)
     ]
     try:
-        with aside.open("w") as file:
-            json.dump({"states": fields}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        write_whole(path, json.dumps({"states": fields}).encode())
         _sync_folder(folder)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink()
         raise SavedStateError(f"cannot save the state in {path}: {error.strerror}") from error
     kept = {state.step for state in older}
     for old in (folder / _FOLDER).iterdir():
@@ -260,12 +265,16 @@ def _named(folder: Path) -> list[SavedState]:
                 tuple(map(int, told["bytes"])),
                 tuple((str(name), str(digest)) for name, digest in told.get("inputs", {}).items()),
             )
-            for told in json.loads(path.read_text())["states"]
+            for told in owned_json(path, "to continue from what it names", limit=LARGE_BYTES)["states"]
         ]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SavedStateError(f"cannot read {path} ({error}); remove it to begin the run anew") from error
+    except FileRefusedError as error:
+        raise SavedStateError(f"{error}; remove it to begin the run anew") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise SavedStateError(
+            f"{path} does not name saved states ({error!r}); remove it to begin the run anew"
+        ) from None
 
 
 def _sync_folder(folder: Path) -> None:

@@ -7,20 +7,17 @@ by its owner alone, is written before it gets its name, and is refused when anyb
 from __future__ import annotations
 
 import json
-import os
-import stat
-import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 
 import zmq
 
-from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.owned_files import FileRefusedError, read_owned, write_whole
 
 CONTROLLER_FILE = "controller.json"
 
 
-class KeyFileError(MonarchSlurmError):
+class KeyFileError(FileRefusedError):
     """The job's key file cannot be trusted or read."""
 
 
@@ -69,20 +66,19 @@ class Invitation:
             KeyFileError: the text is no invitation.
         """
         try:
-            return Invitation(**json.loads(text))
-        except (ValueError, TypeError) as error:
+            found = Invitation(**json.loads(text))
+        except (ValueError, TypeError, RecursionError) as error:
             raise KeyFileError(f"this is no invitation of a controller: {error}") from None
+        for each in fields(Invitation):
+            if type(getattr(found, each.name)) is not type(each.default if each.default is not MISSING else ""):
+                raise KeyFileError(f"this is no invitation of a controller: {each.name} has another type")
+        return found
 
 
 def write_invitation(folder: Path, invitation: Invitation, name: str = CONTROLLER_FILE) -> Path:
     """Write the file ``name`` into ``folder``, readable by its owner only, complete as soon as it has its name."""
     path = folder / name
-    fd, aside = tempfile.mkstemp(dir=folder, prefix=f".{name}.")  # mode 0600
-    with os.fdopen(fd, "w") as file:
-        file.write(invitation.to_json())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    write_whole(path, invitation.to_json().encode())
     return path
 
 
@@ -91,17 +87,11 @@ def read_invitation(path: Path) -> Invitation:
 
     Raises:
         FileNotFoundError: it is not there (yet).
-        KeyFileError: somebody else owns it, or can read or write it.
+        KeyFileError: somebody else owns it, or can read or write it, or it holds no invitation.
     """
-    with open(path) as file:
-        info = os.fstat(file.fileno())
-        if info.st_uid != os.getuid():
-            raise KeyFileError(
-                f"{path} belongs to uid {info.st_uid}, not to you (uid {os.getuid()}): refusing its keys"
-            )
-        if stat.S_IMODE(info.st_mode) & 0o077:
-            mode = stat.S_IMODE(info.st_mode)
-            raise KeyFileError(
-                f"{path} has mode {mode:04o}: others can reach its keys; cancel the job and run it again"
-            )
-        return Invitation.from_json(file.read())
+    try:
+        text = read_owned(path, "its keys", private=True, root=False).decode(errors="replace")
+        return Invitation.from_json(text)
+    except FileRefusedError as error:
+        where = "" if str(path) in str(error) else f"{path}: "
+        raise KeyFileError(f"{where}{error}") from None

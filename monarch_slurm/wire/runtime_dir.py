@@ -17,6 +17,7 @@ from pathlib import Path
 
 from monarch_slurm.config import settings
 from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.owned_files import describe
 
 MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path (``sun_path`` of unix(7), less the closing zero)."""
@@ -102,7 +103,9 @@ def check_private(folder: Path) -> None:
     """
     info = os.lstat(folder)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
-        raise SocketPathError(f"{folder} is not a private folder of yours (mode 0700); refusing to use sockets in it")
+        raise SocketPathError(
+            f"{folder} {describe(info)}: it is not a private folder of yours (mode 0700); refusing to use sockets in it"
+        )
 
 
 def _make_locked(base: Path, prefix: str) -> Path:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-import stat
 from pathlib import Path
 
 import zmq
 import zmq.utils.z85
 
 from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.owned_files import FileRefusedError, create_owned, read_owned
 from monarch_slurm.wire.keys import JobKeys, KeyFileError
 
 TRUST_ALL = "trust_all_connections"
@@ -64,7 +64,7 @@ def choose_secret(private_key: Key | None, ca: Key | None) -> tuple[bytes, bool]
 
 def make_key_file(path: os.PathLike[str] | str) -> Path:
     """Write a new secret to ``path`` (mode 0600), which must not exist yet; return the path."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = create_owned(Path(path))
     with os.fdopen(fd, "w") as file:
         file.write(secrets.token_hex(MIN_KEY_BYTES) + "\n")
     return Path(path)
@@ -92,13 +92,8 @@ def _read(key: Key) -> bytes:
 
 def _read_file(path: Path) -> bytes:
     try:
-        with open(path, "rb") as file:
-            info = os.fstat(file.fileno())
-            if info.st_uid not in (os.getuid(), 0):
-                raise KeyFileError(f"{path} belongs to uid {info.st_uid}, not to you (uid {os.getuid()}): not used")
-            if stat.S_IMODE(info.st_mode) & 0o077:
-                mode = stat.S_IMODE(info.st_mode)
-                raise KeyFileError(f"{path} has mode {mode:04o}: others can reach it; make a new key of mode 0600")
-            return file.read().strip()
-    except OSError as error:
+        return read_owned(path, "its key", private=True).strip()
+    except FileRefusedError as error:
+        raise KeyFileError(str(error)) from None
+    except FileNotFoundError as error:
         raise KeyFileError(f"cannot read the key file {path}: {error.strerror}") from None

@@ -253,7 +253,7 @@ class _Target:
                 record = {str(path): Entry(*entry) for path, entry in json.load(file).items()}
             for path in record:
                 split_path(path)
-        except (OSError, ValueError, TypeError, AttributeError, WorkspaceError):
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError, WorkspaceError):
             return {}  # none, or none of ours: everything is compared, and nothing is deleted
         return record
 
