@@ -67,12 +67,21 @@ def check_info(path: Path, info: os.stat_result, use: str, *, private: bool = Fa
         raise FileRefusedError(
             f"{path} {describe(info)}; you are {user_name(me)}: refusing {use}. Remove it, or use a place of your own"
         )
-    if stat.S_IMODE(info.st_mode) & (_OTHERS_REACH if private else _OTHERS_WRITE):
+    shared = stat.S_IMODE(info.st_mode) & (_OTHERS_REACH if private else _OTHERS_WRITE)
+    if shared and (private or not _is_in_private_folder(path, info)):
         change, right = ("go-rwx", "reach") if private else ("go-w", "write")
         raise FileRefusedError(
             f"{path} {describe(info)}: others can {right} it; refusing {use}. If its content is yours: chmod {change} "
             f"{path}"
         )
+
+
+def _is_in_private_folder(path: Path, info: os.stat_result) -> bool:
+    """Return whether nobody else comes to a file, whatever its mode says: a umask of 002 or 000 made it so."""
+    if not stat.S_ISREG(info.st_mode):
+        return False
+    folder = os.stat(path.parent)
+    return folder.st_uid == os.getuid() and not stat.S_IMODE(folder.st_mode) & _OTHERS_REACH
 
 
 def check_folder(path: Path, use: str, *, root: bool = True) -> None:

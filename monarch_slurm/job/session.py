@@ -292,7 +292,12 @@ def main() -> None:
     parser.add_argument("--pid", type=int, required=True, help="process of the program")
     options = parser.parse_args()
     begin_supervisor()
-    _Supervisor(JobFolder(options.folder), options.record, options.pid).run()
+    try:
+        supervisor = _Supervisor(JobFolder(options.folder), options.record, options.pid)
+    except (FileRefusedError, FileNotFoundError) as error:
+        logger.error("%s", error)  # noqa: TRY400 - it says all
+        raise SystemExit(1) from None
+    supervisor.run()
 
 
 if __name__ == "__main__":
