@@ -55,7 +55,10 @@ def may_start_again(folder: JobFolder, ran: float) -> bool:
         logger.warning("%s does not tell how often the program was killed (%s); counting from 0", path, error)
         before = 0
     count = before + 1 if ran < QUICK_SECONDS else 0
-    write_whole(path, f"{count}\n".encode())
+    try:
+        write_whole(path, f"{count}\n".encode())
+    except OSError as error:
+        logger.warning("cannot count in %s how often the program was killed: %s", path, error.strerror)
     return count < MOST_QUICK_KILLS
 
 

@@ -24,9 +24,12 @@ def alone_in(folder: Path) -> Iterator[None]:
     own, which outlives no lost node.
 
     Raises:
-        MonarchSlurmError: another one does.
+        MonarchSlurmError: another one does, or the lock cannot be opened.
     """
-    fd = append_owned(folder / LOCK, read=True)
+    try:
+        fd = append_owned(folder / LOCK, read=True)
+    except OSError as error:
+        raise MonarchSlurmError(f"cannot open {folder / LOCK}: {error.strerror}") from None
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -7,6 +7,7 @@ by its owner alone, is written before it gets its name, and is refused when anyb
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -15,6 +16,9 @@ import zmq
 from monarch_slurm.owned_files import FileRefusedError, read_owned, write_whole
 
 CONTROLLER_FILE = "controller.json"
+
+_ADDRESS = re.compile(r"tcp://[0-9A-Za-z.:%\[\]_-]+:[0-9]{1,5}")
+_KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")  # 32 bytes as Z85 (ZeroMQ RFC 32)
 
 
 class KeyFileError(FileRefusedError):
@@ -72,6 +76,11 @@ class Invitation:
         for each in fields(Invitation):
             if type(getattr(found, each.name)) is not type(each.default if each.default is not MISSING else ""):
                 raise KeyFileError(f"this is no invitation of a controller: {each.name} has another type")
+        if not _ADDRESS.fullmatch(found.address):
+            raise KeyFileError("this is no invitation of a controller: its address is none")
+        for key in (found.server_public, found.agent_public, found.agent_secret):
+            if not _KEY.fullmatch(key):
+                raise KeyFileError("this is no invitation of a controller: a key in it is none")
         return found
 
 

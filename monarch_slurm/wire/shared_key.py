@@ -42,9 +42,9 @@ def choose_secret(private_key: Key | None, ca: Key | None) -> tuple[bytes, bool]
             one, ``$MONARCH_SLURM_ALLOW_UNAUTHENTICATED`` must allow it.
 
     Raises:
-        NoKeyError: there is no key.
+        NoKeyError: there is no key, or it is too short.
         KeyFileError: the file cannot be trusted.
-        ValueError: the key is too short, or ``ca`` is another one.
+        ValueError: ``ca`` is another key.
     """
     given = [key for key in (private_key, None if ca == TRUST_ALL else ca) if key is not None]
     found = {_read(key) for key in given or filter(None, [os.environ.get(KEY_VARIABLE)])}
@@ -86,7 +86,7 @@ def _read(key: Key) -> bytes:
     else:
         secret, what = _read_file(Path(key)), str(key)
     if len(secret) < MIN_KEY_BYTES:
-        raise ValueError(f"{what} has {len(secret)} bytes; {MIN_KEY_BYTES} random ones or more are needed")
+        raise NoKeyError(f"{what} has {len(secret)} bytes; {MIN_KEY_BYTES} random ones or more are needed")
     return secret
 
 
