@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -204,3 +205,90 @@ def test_sources_are_formatted() -> None:
     program = [str(Path(sys.executable).parent / "clang-format"), "--dry-run", "--Werror"]
     done = subprocess.run([*program, *map(str, files)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module in a cache of its own, in folders that everybody may enter, as built by this user."""
+    built = build_native(["_native"], platform="none")["_native"]
+    monkeypatch.setenv("MONARCH_SLURM_NATIVE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("monarch_slurm.native_build._loaded", {})
+    target = _recipe("_native", "none", strict=False).target
+    target.parent.mkdir(parents=True)
+    shutil.copyfile(built, target)
+    for path in (target, target.parent, target.parent.parent):
+        path.chmod(0o755)
+    return target
+
+
+def make_link(path: Path) -> None:
+    """Put a stranger's link in the place of a file."""
+    path.rename(path.with_name("real"))
+    path.symlink_to("real")
+    os.lchown(path, 12345, -1)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda path: os.chown(path, 12345, -1), "belongs to uid 12345"),
+        (lambda path: path.chmod(0o775), "has mode 0775: others can write it"),
+        (lambda path: path.chmod(0o757), "has mode 0757: others can write it"),
+        (
+            lambda path: (path.rename(path.with_name("x")), path.symlink_to("x"), os.lchown(path, 12345, -1)),
+            "is a link",
+        ),
+    ],
+    ids=["owner", "group", "everybody", "link"],
+)
+def test_a_module_that_others_could_have_written_is_not_loaded(
+    copied: Path, change: Callable[[Path], object], why: str
+) -> None:
+    """It is code. Nothing is built in its place unasked, for somebody wanted it there."""
+    change(copied)
+    with pytest.raises(NativeBuildError) as raised:
+        load_native("_native", platform="none")
+    assert str(copied) in str(raised.value)
+    assert why in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_module_of_this_users_is_loaded_under_its_own_name(copied: Path) -> None:
+    assert load_native("_native", platform="none").__file__ == str(copied)
+
+
+COMPILER = """#!/bin/sh
+[ "$1" = --version ] && exit 0
+while [ "$1" != -o ]; do shift; done
+: > "$2"
+chmod 777 "$2"
+"""
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022])
+def test_whatever_the_umask_nobody_else_may_write_into_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, umask: int
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("MONARCH_SLURM_NATIVE_CACHE", str(tmp_path / "new" / "cache"))
+    before = os.umask(umask)
+    try:
+        built = build_native(["_native"], platform="none")["_native"]
+    finally:
+        os.umask(before)
+    found = [tmp_path / "new", *(tmp_path / "new").rglob("*")]
+    assert built in found
+    assert not [path for path in found if path.stat().st_mode & 0o022]
+
+
+def test_nothing_is_built_where_others_may_put_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_SLURM_NATIVE_CACHE", str(tmp_path / "cache"))
+    folder = _recipe("_native", "none", strict=False).target.parent
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    with pytest.raises(NativeBuildError, match=f"{folder} .* has mode 0777: others can write it.*NATIVE_CACHE"):
+        build_native(["_native"], platform="none")
