@@ -75,7 +75,7 @@ def python_environment(base: Mapping[str, str] | None = None, *, find_package: b
     there = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *given.split(os.pathsep))
     if find_package and home not in there:
         given = os.pathsep.join(filter(None, [home, given]))
-    absolute = os.pathsep.join(filter(os.path.isabs, given.split(os.pathsep)))
+    absolute = _absolute(given)
     if absolute != given:
         env[GIVEN_PATH_VARIABLE] = given
     if given or _PATH in env:
@@ -84,10 +84,17 @@ def python_environment(base: Mapping[str, str] | None = None, *, find_package: b
 
 
 def restore_environment() -> None:
-    """Give ``PYTHONPATH`` back to what this process starts; what the user has set there is for the user's programs."""
+    """Give ``PYTHONPATH`` back to what this process starts; what the user has set there is for the user's programs.
+
+    One that was set meanwhile, by the image of a container, stays as it is.
+    """
     given = os.environ.pop(GIVEN_PATH_VARIABLE, None)
-    if given is not None:
+    if given is not None and os.environ.get(_PATH, "") == _absolute(given):
         os.environ[_PATH] = given
+
+
+def _absolute(path: str) -> str:
+    return os.pathsep.join(filter(os.path.isabs, path.split(os.pathsep)))
 
 
 def forget_relative_entries() -> None:

@@ -45,7 +45,6 @@ from monarch_slurm.owned_files import (
     FileRefusedError,
     append_owned,
     check_folder,
-    followed,
     make_folders,
     open_owned,
     read_data,
@@ -357,7 +356,7 @@ def _key(name: str, platform: str, flags: list[str]) -> str:
 def _build(recipe: _Recipe, force: bool) -> None:
     compiler = _compiler()
     try:
-        make_folders(followed(recipe.target.parent), 0o755)
+        make_folders(recipe.target.parent, 0o755)
         check_folder(recipe.target.parent, "to build modules there")
     except FileRefusedError as error:
         raise NativeBuildError(f"{error}, or set MONARCH_SLURM_NATIVE_CACHE to another folder") from None

@@ -335,12 +335,14 @@ def make_folders(path: Path, mode: int = 0o700) -> None:
     """Make a folder and those that it is to be in, whatever the umask allows others: ``mode`` is all that they get.
 
     Raises:
+        FileRefusedError: the way to it leads over a link of somebody else.
         OSError: one cannot be made.
     """
-    if path.is_dir():
-        return
-    make_folders(path.parent, mode)
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=mode)
-    if not path.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    real = followed(path)
+    for folder in (*reversed(real.parents), real):
+        if folder.is_dir():
+            continue
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=mode)
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))

@@ -18,6 +18,7 @@ from monarch_slurm.interpreter import (
     SHELL_LINES,
     module_command,
     python_environment,
+    restore_environment,
     user_path,
 )
 
@@ -133,6 +134,15 @@ def test_a_batch_script_prepares_the_environment_as_a_process_does(path: str | N
     wanted = python_environment(base)
     assert found.get("PYTHONPATH") == wanted.get("PYTHONPATH")
     assert found.get(GIVEN_PATH_VARIABLE, path) == wanted.get(GIVEN_PATH_VARIABLE, path)
+
+
+def test_a_path_that_an_image_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, left in (("/a", ".:/a"), ("/image", "/image")):
+        monkeypatch.setenv("PYTHONPATH", found)
+        monkeypatch.setenv(GIVEN_PATH_VARIABLE, ".:/a")
+        restore_environment()
+        assert os.environ["PYTHONPATH"] == left
+        assert GIVEN_PATH_VARIABLE not in os.environ
 
 
 def test_what_is_preloaded_is_found_where_the_program_finds_it(tmp_path: Path) -> None:

@@ -134,6 +134,7 @@ def test_a_strangers_link_on_the_way_is_followed_as_the_kernel_does(shared: Path
         lambda: read_owned(shared / "way" / "file", "to load it"),
         lambda: write_whole(shared / "way" / "new", b""),
         lambda: check_folder(shared / "way", "to use it"),
+        lambda: make_folders(shared / "way" / "new"),
     ):
         assert f"{shared}/way is a link that belongs to uid {STRANGER}" in refusal(SOMEBODY, use)
     assert not (shared / "real" / "new").exists()

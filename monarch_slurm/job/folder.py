@@ -52,6 +52,8 @@ class JobFolder:
             path = Path(tempfile.mkdtemp(prefix=f"{time.strftime('%Y%m%d-%H%M%S')}-{label}-", dir=base))
             folder = JobFolder(path, made)
             folder.logs.mkdir(mode=0o700)
+        except FileRefusedError as error:
+            raise JobFolderError(f"cannot make a folder for the job: {error}") from None
         except OSError as error:
             raise JobFolderError(f"cannot make a folder for the job in {base}: {error.strerror}") from None
         return folder

@@ -107,6 +107,8 @@ def write_snapshot(path: Path, copy: Any) -> tuple[str, int]:
             size = file.tell()
         aside.replace(path)
         _sync_folder(path.parent)
+    except FileRefusedError as error:
+        raise SavedStateError(f"cannot save the state: {error}") from None
     except OSError as error:
         with contextlib.suppress(OSError):
             aside.unlink()
@@ -171,6 +173,8 @@ def mark_saved(saved: SavedState, keep: int = 1) -> None:
     try:
         write_whole(path, json.dumps({"states": fields}).encode())
         _sync_folder(folder)
+    except FileRefusedError as error:
+        raise SavedStateError(f"cannot save the state: {error}") from None
     except OSError as error:
         raise SavedStateError(f"cannot save the state in {path}: {error.strerror}") from error
     kept = {state.step for state in older}
