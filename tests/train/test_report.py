@@ -178,8 +178,8 @@ class TestFiles:
         [
             (None, "no report at"),
             ('{"schema": 1, "summ', "is not JSON"),
-            (b"\xff\xfe\x00", "is not JSON"),
-            ("[1]", "not the report of a run"),
+            (b"\xff\xfe\x00", "is not text"),
+            ("[1]", "not an object"),
             ('{"a": 1}', "not the report of a run"),
             ('{"schema": 2}', "has schema 2; this release reads 1"),
             ('{"schema": 1, "summary": {}}', "lacks curves, events, failures, replicas"),
