@@ -217,6 +217,7 @@ class Branch:
             dealer,
             lambda _, message: self._from_above(above, message),
             lambda _, error: self._broken(above),
+            dialled=endpoint,
         )
         above.send(Message("below", Address(parent, AGENT), self._address))
 
@@ -283,7 +284,7 @@ class _Door:
             raise
         self._gatekeeper = Gatekeeper(self._context, router, keys)
         self._gatekeeper.attach(loop)
-        self._link = Link(loop, router, self._take, self._fault)
+        self._link = Link(loop, router, self._take, self._fault, endpoints=lambda: (self.endpoint,))
         self._expected: dict[str, _Below] = {}
         self._reached: dict[int, str] = {}
         self._last_links: dict[int, int] = {}

@@ -43,4 +43,4 @@ def dial_controller(
             return near
     dealer = make_dealer(context, host)
     connect_tcp(dealer, invitation)
-    return Link(loop, dealer, on_message, on_fault)
+    return Link(loop, dealer, on_message, on_fault, dialled=invitation.address)

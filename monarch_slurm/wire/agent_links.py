@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import zmq
@@ -29,6 +29,7 @@ class AgentLinks:
     Args:
         router: for agents of other machines; owned from here on.
         on_message, on_fault, on_closed, on_quick: see `StreamLink`; the last two are for agents of this machine only.
+        endpoints: returns the addresses where ``router`` listens.
     """
 
     def __init__(
@@ -39,8 +40,9 @@ class AgentLinks:
         on_fault: FaultHandler,
         on_closed: ClosedHandler,
         on_quick: QuickHandler,
+        endpoints: Callable[[], Collection[str]],
     ) -> None:
-        self._far = Link(loop, router, on_message, on_fault)
+        self._far = Link(loop, router, on_message, on_fault, endpoints=endpoints)
         self.near = StreamLink(loop, on_message, on_fault, on_closed, on_quick, peer_kind="host")
         self._holding = Holding(self._send_near)
         self._lock = threading.Lock()

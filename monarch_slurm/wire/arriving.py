@@ -19,7 +19,7 @@ class LostPayloadError(MonarchSlurmError, ConnectionError):
 
 
 class Arriving(Late):
-    """One large frame. Pieces are written by one thread; the rest is for any thread.
+    """One large frame. For any thread; the pieces come one after the other.
 
     Args:
         size: in bytes.
@@ -29,6 +29,9 @@ class Arriving(Late):
         self._size = size
         self._at = 0
         self._error = ""
+        self._source: object = None
+        self._writing = threading.Lock()
+        """Held while a piece is written: the file is given back only when nobody writes to it."""
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._waiting: list[Callable[[], None]] = []
@@ -48,31 +51,80 @@ class Arriving(Late):
         Raises:
             WireError: it is not the next one.
         """
-        if at != self._at or at + len(data) > self._size or not len(data):
-            raise WireError(f"{len(data)} bytes at {at} of a frame of {self._size}, of which {self._at} have come")
-        if self._file is not None:
-            self._file.write(at, data)
-        else:
-            with address_of(data) as source, address_of(self._frame) as to:  # type: ignore[arg-type]
-                copy_memory(to + at, source, len(data))
-        self._at += len(data)
-        if self._at < self._size:
-            return False
-        if self._file is not None:
-            self._frame = Bulk(self._file.open_again(), self._size)
+        with self._writing:
+            if at == 0 and self._source is not None and not self._done.is_set():
+                self._source, self._at = None, 0  # its channel has ended, and its sender begins once more
+            self._check(None, at, len(data))
+            self._copy(at, data)
+            self._at += len(data)
+        return self.finish(None)
+
+    def fill(self, source: object, at: int, size: int, write: Callable[[memoryview], None]) -> bool:
+        """Have ``write`` put the next piece into memory of ``size`` bytes; return whether it was the last.
+
+        Then `finish` has to be called. What ``write`` raises is passed on; nothing has come then.
+
+        Args:
+            source: what the frame comes by. Of a frame, all pieces come by one.
+
+        Raises:
+            WireError: it is not the next one.
+        """
+        with self._writing:
+            if at == self._at == 0:
+                self._source = source
+            self._check(source, at, size)
+            room = memoryview(self._frame)[at : at + size] if self._file is None else self._file.room(at, size)  # type: ignore[arg-type]
+            if room is None:
+                room = memoryview(bytearray(size))
+                write(room)
+                self._copy(at, room)
+            else:
+                write(room)
+            self._at += size
+            return self._at == self._size
+
+    def expects(self, at: int, size: int) -> bool:
+        """Return whether a piece may be the next one."""
+        return at == self._at and at + size <= self._size
+
+    def finish(self, source: object) -> bool:
+        """Return whether all of it is here, by ``source``; whoever waits for it is called now."""
+        with self._writing:
+            if self._source is not source or self._at < self._size or self._done.is_set():
+                return False
+            if self._file is not None:
+                self._frame = Bulk(self._file.open_again(), self._size)
+            self._give_back()
         self._end("")
         return True
 
     def fail(self, why: str) -> None:
         """Note that the rest does not come."""
-        if not self._done.is_set():
-            self._end(f"{self._at} of {self._size} bytes of a large buffer had come when {why}")
+        with self._writing:
+            if self._done.is_set():
+                return
+            self._give_back()
+        self._end(f"{self._at} of {self._size} bytes of a large buffer had come when {why}")
 
-    def _end(self, error: str) -> None:
-        self._error = error
+    def _check(self, source: object, at: int, size: int) -> None:
+        if self._source is not source or at != self._at or at + size > self._size or not size or self._done.is_set():
+            raise WireError(f"{size} bytes at {at} of a frame of {self._size}, of which {self._at} have come")
+
+    def _copy(self, at: int, data: memoryview) -> None:
+        if self._file is not None:
+            self._file.write(at, data)
+        else:
+            with address_of(data) as source, address_of(self._frame) as to:  # type: ignore[arg-type]
+                copy_memory(to + at, source, len(data))
+
+    def _give_back(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             pool().keep(file)
+
+    def _end(self, error: str) -> None:
+        self._error = error
         with self._lock:
             self._done.set()
             waiting, self._waiting = self._waiting, []

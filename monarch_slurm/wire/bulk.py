@@ -12,7 +12,7 @@ import mmap
 import os
 import stat
 
-from monarch_slurm.wire.memory_files import SEALS, map_file, pool, view_of
+from monarch_slurm.wire.memory_files import SEALS, map_file, map_to_read, pool, view_of
 
 BULK_BYTES = 2**20
 """Buffers of this size and more travel so between the processes of a machine."""
@@ -72,6 +72,17 @@ class Bulk:
         """
         try:
             return view_of(map_file(self.fd, self._size, mmap.MAP_PRIVATE), self._size)
+        except OSError as error:
+            raise MemoryError(f"cannot map {self._size} bytes: {error.strerror}") from None
+
+    def view_to_read(self) -> memoryview:
+        """Return the bytes, mapped to be read once from one end to the other.
+
+        Raises:
+            MemoryError: the kernel has no room for another map.
+        """
+        try:
+            return view_of(map_to_read(self.fd, self._size), self._size)
         except OSError as error:
             raise MemoryError(f"cannot map {self._size} bytes: {error.strerror}") from None
 

@@ -10,16 +10,35 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 import zmq
 
 from monarch_slurm.wire.bulk import BULK_BYTES, PlainBuffer, in_place
+from monarch_slurm.wire.channel_setup import ChannelSetup
 from monarch_slurm.wire.frames import Message, WireError, decode, encode, number_of
 from monarch_slurm.wire.large_buffers import Buffer
 from monarch_slurm.wire.loop import Loop
+from monarch_slurm.wire.payload_channel import PayloadChannel, Piece
+from monarch_slurm.wire.sealed_records import Header
 from monarch_slurm.wire.tcp_info import TcpConnection
-from monarch_slurm.wire.transfers import CREDIT, PIECE, Inbox, Outbox, credit, credited, is_promised, kind_of
+from monarch_slurm.wire.transfers import (
+    CHANNEL,
+    CREDIT,
+    PIECE,
+    WHOLE,
+    Inbox,
+    Outbox,
+    about_channel,
+    credit,
+    credited,
+    is_promised,
+    kind_of,
+    said_of_channel,
+    whole,
+    whole_frame,
+)
 
 MessageHandler = Callable[[str, Message], None]
 FaultHandler = Callable[[str, WireError], None]
@@ -57,10 +76,19 @@ class Link:
         socket: bound or connected; the link owns it from here on.
         on_message: called on the loop's thread with the peer's name and the message, in the order of arrival.
         on_fault: called on the loop's thread when a peer sent what is no message, or a number is missing.
+        dialled: the address of a DEALER's peer, which payload channels are dialled at, too.
+        endpoints: returns the addresses where a ROUTER listens, and payload channels are listened for, too. Without
+            one or the other there are no payload channels: they need a link that is encrypted.
     """
 
     def __init__(
-        self, loop: Loop, socket: zmq.Socket[bytes], on_message: MessageHandler, on_fault: FaultHandler
+        self,
+        loop: Loop,
+        socket: zmq.Socket[bytes],
+        on_message: MessageHandler,
+        on_fault: FaultHandler,
+        dialled: str = "",
+        endpoints: Callable[[], Collection[str]] | None = None,
     ) -> None:
         self._loop = loop
         self._socket = socket
@@ -74,6 +102,12 @@ class Link:
         self._inboxes: dict[str, Inbox] = {}
         self._connections: dict[str, TcpConnection] = {}
         """The connection that each peer's last message came over."""
+        self._channels: dict[str, PayloadChannel] = {}
+        self._setup: ChannelSetup | None = None
+        if dialled or endpoints is not None:
+            self._setup = ChannelSetup(
+                loop, self._tell_about_channel, self._channel_opened, self._no_channel, dialled, endpoints or tuple
+            )
         self._closed = False
         self._fd = int(socket.getsockopt(zmq.FD))
         loop.call_soon(self._register)
@@ -96,6 +130,9 @@ class Link:
             outbox = self._outboxes.get(peer)
             if large and outbox is None:
                 outbox = self._outboxes[peer] = Outbox(lambda: self._loop.call_soon(lambda: self._pump(peer)))
+            if large and outbox is not None and outbox.channel is None and self._setup is not None:
+                outbox.is_waiting = True
+                self._loop.call_soon(lambda: self._ask_for_channel(peer))
             try:
                 self._send_numbered(peer, outbox.promise(frames) if outbox is not None else frames)
                 if large:
@@ -122,6 +159,11 @@ class Link:
             inbox = self._inboxes.pop(peer, None)
         if inbox is not None:
             inbox.close()
+        if self._setup is not None:
+            self._setup.forget(peer)
+            channel = self._channels.pop(peer, None)
+            if channel is not None:
+                channel.close("its link has ended")
         self._connections.pop(peer, None)
 
     def machine_silence(self, peer: str = SOLE_PEER) -> float | None:
@@ -143,6 +185,11 @@ class Link:
                 self._loop.remove_reader(self._fd)
                 self._socket.close(linger=linger_ms)
                 self._outboxes.clear()
+        if self._setup is not None:
+            self._setup.close()
+        for channel in self._channels.values():
+            channel.close("its link has ended")
+        self._channels.clear()
         for inbox in self._inboxes.values():
             inbox.close()
         self._inboxes.clear()
@@ -188,8 +235,11 @@ class Link:
                     self._look_again()
 
     def _send_pieces(self, peer: str) -> None:
-        for place, piece in self._outboxes[peer].pieces():
+        outbox = self._outboxes[peer]
+        for place, piece in outbox.pieces():
             self._send_numbered(peer, [_SEQUENCE.pack(self._sent.get(peer, 0)) + place, piece])
+        if outbox.channel is not None:
+            outbox.channel.wake_sender()
 
     def _send_numbered(self, peer: str, frames: list[Buffer]) -> None:
         self._send_frames(peer, [in_place(frame) for frame in frames])
@@ -204,6 +254,67 @@ class Link:
                     return  # it has gone; who watches it knows
                 finally:
                     self._look_again()
+
+    # ---- payload channels
+
+    def _ask_for_channel(self, peer: str) -> None:
+        if self._setup is not None and peer not in self._channels:
+            self._setup.ask(peer)
+
+    def _tell_about_channel(self, peer: str, fields: dict[str, Any]) -> None:
+        self._send_quietly(peer, lambda number: about_channel(number, fields))
+
+    def _send_quietly(self, peer: str, frame: Callable[[int], bytes]) -> None:
+        with self._lock:
+            if not self._closed:
+                try:
+                    self._send_numbered(peer, [frame(self._sent.get(peer, 0))])
+                except UnknownPeerError:
+                    return  # it has gone; who watches it knows
+                finally:
+                    self._look_again()
+
+    def _channel_opened(self, peer: str, channel: PayloadChannel) -> None:
+        inbox = self._inboxes.setdefault(peer, Inbox())
+
+        def next_piece(channel: PayloadChannel) -> Piece | None:
+            with self._lock:
+                outbox = self._outboxes.get(peer)
+                return outbox.next_piece(channel) if outbox is not None else None
+
+        def take(channel: PayloadChannel, header: Header, decrypt: Callable[[memoryview], None]) -> None:
+            if inbox.write_record(channel, header, decrypt):
+                self._loop.call_soon(lambda: finish(header.number))
+
+        def finish(number: int) -> None:
+            if inbox.finish(channel, number):
+                self._send_quietly(peer, lambda sequence: whole(sequence, number))
+
+        with self._lock:
+            outbox = self._outboxes.get(peer)
+            if outbox is None:
+                outbox = self._outboxes[peer] = Outbox(lambda: self._loop.call_soon(lambda: self._pump(peer)))
+            outbox.channel, outbox.is_waiting = channel, False
+        self._channels[peer] = channel
+        channel.start(next_piece, take, lambda channel, why: self._channel_ended(peer, channel, why))
+
+    def _channel_ended(self, peer: str, channel: PayloadChannel, why: str) -> None:
+        if peer in self._inboxes:
+            self._inboxes[peer].wake()
+        if self._channels.get(peer) is channel:
+            del self._channels[peer]
+            assert self._setup is not None
+            self._setup.broke(peer, why)
+            with self._lock:
+                if peer in self._outboxes:
+                    self._outboxes[peer].channel_ended(channel)
+            self._pump(peer)
+
+    def _no_channel(self, peer: str) -> None:
+        with self._lock:
+            if peer in self._outboxes:
+                self._outboxes[peer].is_waiting = False
+        self._pump(peer)
 
     def _send_frames(self, peer: str, frames: list[PlainBuffer]) -> None:
         send = self._socket.send
@@ -262,6 +373,17 @@ class Link:
                 if peer in self._outboxes:
                     self._outboxes[peer].taken(count)
             self._pump(peer)
+            return None
+        if kind == WHOLE:
+            frame = whole_frame(frames)
+            with self._lock:
+                if peer in self._outboxes:
+                    self._outboxes[peer].acknowledged(frame)
+            return None
+        if kind == CHANNEL:
+            if self._setup is None:
+                raise WireError("a payload channel is asked for on a link that has none")
+            self._setup.take(peer, said_of_channel(frames))
             return None
         if not is_promised(frames):
             return decode(frames)

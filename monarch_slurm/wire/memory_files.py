@@ -42,7 +42,7 @@ _libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _libc.memcpy.restype = ctypes.c_void_p
 _FAILED = ctypes.c_void_p(-1).value
 
-MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000
+MAP_FIXED, MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
 
 
 @contextlib.contextmanager
@@ -72,6 +72,18 @@ def map_file(fd: int, size: int, flags: int, offset: int = 0, address: int | Non
         OSError: the kernel cannot map them.
     """
     found: int = _libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
+    if found == _FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return found
+
+
+def map_to_read(fd: int, size: int) -> int:
+    """Return the address at which a file is mapped that is only read, all of whose pages are entered at once.
+
+    Raises:
+        OSError: the kernel cannot map it.
+    """
+    found: int = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_POPULATE, fd, 0)
     if found == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return found
@@ -137,16 +149,28 @@ class MemoryFile:
         Raises:
             OSError: there is no memory.
         """
-        if not self.fresh and self._view is None:
-            self._address = map_file(self.fd, self.size, mmap.MAP_SHARED)
-            self._view = view_of(self._address, self.size)
-        if self._view is not None:
+        if self._mapped() is not None:
             with address_of(data) as source:
                 copy_memory(self._address + at, source, len(data))
             return
         while len(data):  # memory that is not there yet is written faster than mapped
             count = os.pwrite(self.fd, data, at)
             at, data = at + count, data[count:]
+
+    def room(self, at: int, size: int) -> memoryview | None:
+        """Return bytes of the file, to be written to; None if `write` is the faster way.
+
+        Raises:
+            OSError: the kernel cannot map them.
+        """
+        view = self._mapped()
+        return None if view is None else view[at : at + size]
+
+    def _mapped(self) -> memoryview | None:
+        if not self.fresh and self._view is None:
+            self._address = map_file(self.fd, self.size, mmap.MAP_SHARED)
+            self._view = view_of(self._address, self.size)
+        return self._view
 
     def open_again(self) -> int:
         """Return a descriptor to be sent, which keeps this from being `is_free`."""
