@@ -13,11 +13,13 @@ import mmap
 import os
 import pickle
 import struct
+import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 from monarch_slurm.wire import objects
 from monarch_slurm.wire.bulk import BULK_BYTES, Bulk, Late, PlainBuffer, in_place
+from monarch_slurm.wire.limits import LimitError
 from monarch_slurm.wire.memory_files import (
     MAP_FIXED,
     MAP_NORESERVE,
@@ -27,8 +29,10 @@ from monarch_slurm.wire.memory_files import (
     copy_memory,
     map_file,
     pool,
+    read_memory,
     view_of,
 )
+from monarch_slurm.wire.task_limits import start_thread
 
 Buffer = PlainBuffer | Bulk | Late
 
@@ -38,6 +42,9 @@ SEGMENT_BYTES = 64 * 2**20
 _ALIGN_BYTES = 64
 _RUN_BYTES = 8 * 2**20
 """Smaller buffers that follow one another share a map of up to this size."""
+
+_SHARED_COPY_BYTES = 16 * 2**20
+"""From this size on two threads copy into a new object."""
 
 _COUNT = struct.Struct("<I")
 _KIND_SHIFT = 60
@@ -287,9 +294,36 @@ class Incoming:
 
     def copy(self, address: int, at: int, size: int) -> None:
         """Copy bytes from ``at`` on to ``address``. Other threads run meanwhile."""
+        half = size // 2 if size >= _SHARED_COPY_BYTES and (os.cpu_count() or 1) > 1 else 0
+        errors: list[OSError] = []
+
+        def copy_half() -> None:
+            try:
+                self._copy(address, at, half)
+            except OSError as error:
+                errors.append(error)
+
+        helper = threading.Thread(target=copy_half, name="payload-copy", daemon=True)
+        try:
+            if half:
+                start_thread(helper)
+        except LimitError:
+            half = 0
+        try:
+            self._copy(address + half, at + half, size - half)
+        finally:
+            if half:
+                helper.join()  # the memory must stay until it is through
+        if errors:
+            raise errors[0]
+
+    def _copy(self, address: int, at: int, size: int) -> None:
         for frame, skip, count in self._parts(at, size):
-            with address_of(in_place(frame)) as source:
-                copy_memory(address, source + skip, count)
+            if isinstance(frame, Bulk):  # to map it would cost a fault for each page
+                read_memory(frame.fd, skip, address, count)
+            else:
+                with address_of(in_place(frame)) as source:
+                    copy_memory(address, source + skip, count)
             address += count
 
     def _parts(self, at: int, size: int) -> Iterator[tuple[Buffer, int, int]]:

@@ -34,6 +34,9 @@ _MUCH_TOO_LARGE = 4
 
 _SMALLEST_FILE = 2**20
 
+_SHORT_COPY_BYTES = 512 * 1024
+"""What is copied faster than other threads would get the interpreter meanwhile."""
+
 _libc = ctypes.CDLL(None, use_errno=True)  # releases the interpreter while it copies
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -59,6 +62,20 @@ def address_of(data: bytes | bytearray | memoryview) -> Iterator[int]:
 def copy_memory(to: int, source: int, size: int) -> None:
     """Copy ``size`` bytes between addresses; other threads run meanwhile."""
     _libc.memcpy(to, source, size)
+
+
+def read_memory(fd: int, at: int, to: int, size: int) -> None:
+    """Read ``size`` bytes of a file from ``at`` on to the address ``to``; other threads run meanwhile.
+
+    Raises:
+        OSError: the file is shorter.
+    """
+    view = memoryview((ctypes.c_char * size).from_address(to)).cast("B")
+    while view:
+        count = os.preadv(fd, [view], at)
+        if not count:
+            raise OSError(f"a file of memory ends {len(view)} bytes too early")
+        at, view = at + count, view[count:]
 
 
 def map_file(fd: int, size: int, flags: int, offset: int = 0, address: int | None = None) -> int:
@@ -149,7 +166,11 @@ class MemoryFile:
         Raises:
             OSError: there is no memory.
         """
-        if self._mapped() is not None:
+        view = self._mapped()
+        if view is not None:
+            if len(data) <= _SHORT_COPY_BYTES:
+                view[at : at + len(data)] = data
+                return
             with address_of(data) as source:
                 copy_memory(self._address + at, source, len(data))
             return

@@ -47,10 +47,16 @@ def _reduce_code(code: CodeType) -> tuple[Any, ...]:
 
 
 _reducers = Reducers({CodeType: _reduce_code}, *cloudpickle.Pickler.dispatch_table.maps)
+_own_reducers: dict[type, Any] = _reducers.own
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table: ClassVar[Any] = _reducers
+
+    def reducer_override(self, value: Any) -> Any:
+        # CPython asks this before the table: a value of the table needs none of cloudpickle's questions.
+        reduce = _own_reducers.get(type(value))
+        return super().reducer_override(value) if reduce is None else reduce(value)
 
 
 class _TextPickler(_Pickler):

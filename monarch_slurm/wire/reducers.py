@@ -29,6 +29,8 @@ class Reducers(dict[Any, Reducer]):
         super().__init__()
         self._maps = maps
         self._torch = False
+        self.own: dict[type, Reducer] = {}
+        """Those of this module, which look at ``maps`` themselves."""
         self._add(memoryview, _reduce_memoryview, self._registered(memoryview))
         self._add(array.array, _reduce_array)
 
@@ -47,11 +49,15 @@ class Reducers(dict[Any, Reducer]):
     def _add(self, kind: type, reduce: Reducer, default: Reducer | None = None) -> None:
         """Use ``reduce`` for a type as long as there is nothing else than ``default`` for it elsewhere."""
 
-        def choose(value: Any) -> Any:
-            registered = self._registered(kind)
-            return (reduce if registered is default else registered or reduce)(value)
+        maps = self._maps
 
-        self[kind] = choose
+        def choose(value: Any) -> Any:
+            for there in maps:
+                if kind in there:
+                    return (reduce if there[kind] is default else there[kind])(value)
+            return reduce(value)
+
+        self[kind] = self.own[kind] = choose
 
     def _registered(self, kind: Any) -> Reducer | None:
         for there in self._maps:
@@ -98,13 +104,15 @@ _WRITABLE = 0x200
 
 
 def _torch() -> Any:
-    return importlib.import_module("torch")  # which whoever receives no tensor need not have
+    # Whoever receives no tensor need not have it. While it is being imported it is among the modules, too.
+    found = sys.modules.get("torch")
+    return found if hasattr(found, "UntypedStorage") else importlib.import_module("torch")
 
 
 def _reduce_tensor(torch: ModuleType, tensor: Any) -> Any:
     plain = (
         tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or getattr(tensor, "has_names", bool)())
         and not (tensor.__dict__ or tensor._backward_hooks)
     )
