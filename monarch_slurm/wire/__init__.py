@@ -4,6 +4,7 @@
 - `pickling`: values with out-of-band buffers; `plain`: values that need no pickle
 - `loop`: the I/O loop
 - `link`: a ZeroMQ socket with numbered messages, between machines
+- `payload_channel`: large frames beside a link, encrypted (`sealed_records`); `channel_setup`: how it is opened
 - `stream_link`: the same over Unix streams (`stream`), between processes of one machine; `agent_links`: both
 - `order`: what a thread that reads takes itself, and what it leaves to the loop
 - `sockets`: tcp with CURVE, who may talk

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import logging
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from monarch_slurm.wire.admission import PROOF_SECONDS, Admission, StrangerLog
 from monarch_slurm.wire.channel_keys import GREETING_BYTES, ID_BYTES, PROOF_BYTES, ChannelKeys
+from monarch_slurm.wire.guarded_listener import SHORTAGE_SECONDS, SHORTAGES, ShortageLog
 from monarch_slurm.wire.loop import Loop, Timer
+from monarch_slurm.wire.origin import Origin, origin_of
 from monarch_slurm.wire.payload_channel import PayloadChannel
 from monarch_slurm.wire.ports import listen_tcp
 
@@ -18,13 +20,6 @@ logger = logging.getLogger(__name__)
 
 OFFER_SECONDS = 10.0
 """How long a host that was offered a channel may take to connect."""
-
-GREETING_SECONDS = 10.0
-"""A connection that has not proved itself until then is closed."""
-
-MAX_UNPROVED = 64
-"""Connections that have not proved themselves; one more closes the oldest, which is not one of an honest host: that
-proves itself at once."""
 
 _BACKLOG = 128
 
@@ -42,8 +37,10 @@ class _Offer:
 class _Unproved:
     """A connection that was accepted, and what it has said."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, origin: Origin) -> None:
         self.connection = connection
+        self.fd = connection.fileno()
+        self.origin = origin
         self.said = b""
 
 
@@ -55,6 +52,9 @@ class PayloadListener:
         self._offers: dict[bytes, _Offer] = {}
         self._listeners: dict[str, socket.socket] = {}
         self._unproved: dict[int, _Unproved] = {}
+        self._admission: Admission[_Unproved] = Admission()
+        self._strangers = StrangerLog("the port for payload channels", "do not hold the key of a channel")
+        self._shortages = ShortageLog("the port for payload channels")
 
     def offer(self, ip: str, opened: Opened, expired: Callable[[], None]) -> tuple[int, ChannelKeys]:
         """Expect a connection at a port of ``ip``, which is returned with the keys of the channel.
@@ -90,6 +90,7 @@ class PayloadListener:
         """Expect nobody any more."""
         for channel_id in list(self._offers):
             self._withdraw(channel_id)
+        self._strangers.flush()
 
     def _withdraw(self, channel_id: bytes) -> _Offer | None:
         offer = self._offers.pop(channel_id, None)
@@ -101,8 +102,8 @@ class PayloadListener:
             self._loop.remove_reader(listener.fileno())
             listener.close()
         if not self._offers:
-            for fd in list(self._unproved):
-                self._hang_up(fd)
+            for unproved in list(self._unproved.values()):
+                self._hang_up(unproved)
         return offer
 
     def _accept(self, listener: socket.socket) -> None:
@@ -110,24 +111,30 @@ class PayloadListener:
             connection, _ = listener.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # no descriptor is left, or it has hung up
-            logger.debug("a connection for a payload channel cannot be accepted: %s", error)
+        except OSError as error:
+            if error.errno in SHORTAGES:
+                self._shortages.note(error.errno)
+                fd = listener.fileno()
+                self._loop.pause_reader(fd)
+                self._loop.call_later(SHORTAGE_SECONDS, lambda: self._loop.resume_reader(fd))
+            return  # or it has hung up already
+        try:
+            connection.setblocking(False)
+            origin = origin_of(connection)
+        except OSError:  # it has hung up already
+            connection.close()
             return
-        connection.setblocking(False)
-        fd = connection.fileno()
-        if len(self._unproved) >= MAX_UNPROVED:
-            self._hang_up(next(iter(self._unproved)))
-        unproved = self._unproved[fd] = _Unproved(connection)
-        self._loop.add_reader(fd, lambda: self._read(fd))
+        unproved = self._unproved[connection.fileno()] = _Unproved(connection, origin)
+        self._loop.add_reader(unproved.fd, lambda: self._read(unproved))
+        self._refuse(self._admission.enter(unproved, origin, self._loop.awake))
+        self._loop.call_at_deadline(PROOF_SECONDS, lambda: self._refuse(self._admission.overdue(self._loop.awake)))
 
-        def hang_up() -> None:
-            if self._unproved.get(fd) is unproved:
-                self._hang_up(fd)
+    def _refuse(self, strangers: list[tuple[_Unproved, Origin]]) -> None:
+        for unproved, origin in strangers:
+            self._strangers.note(origin)
+            self._hang_up(unproved)
 
-        self._loop.call_at_deadline(GREETING_SECONDS, hang_up)
-
-    def _read(self, fd: int) -> None:
-        unproved = self._unproved[fd]
+    def _read(self, unproved: _Unproved) -> None:
         try:
             said = unproved.connection.recv(GREETING_BYTES - len(unproved.said))
         except BlockingIOError:
@@ -136,18 +143,16 @@ class PayloadListener:
             said = b""
         unproved.said += said
         if not said:
-            self._hang_up(fd)
+            self._refuse([(unproved, unproved.origin)])
         elif len(unproved.said) == GREETING_BYTES:
-            self._judge(fd, unproved)
+            self._judge(unproved)
 
-    def _judge(self, fd: int, unproved: _Unproved) -> None:
+    def _judge(self, unproved: _Unproved) -> None:
         offer = self._offers.get(unproved.said[:ID_BYTES])
         if offer is None or not hmac.compare_digest(unproved.said, offer.keys.greeting()):
-            logger.warning("refused a connection for a payload channel, which does not hold the key of one")
-            self._hang_up(fd)
+            self._refuse([(unproved, unproved.origin)])
             return
-        del self._unproved[fd]
-        self._loop.remove_reader(fd)
+        self._forget(unproved)
         self._withdraw(offer.keys.id)  # so that nobody can say the same once more
         try:
             unproved.connection.sendall(offer.keys.answer())
@@ -158,11 +163,14 @@ class PayloadListener:
             return
         offer.opened(channel)
 
-    def _hang_up(self, fd: int) -> None:
-        unproved = self._unproved.pop(fd)
-        self._loop.remove_reader(fd)
-        with contextlib.suppress(OSError):
-            unproved.connection.close()
+    def _forget(self, unproved: _Unproved) -> None:
+        self._admission.forget(unproved)
+        del self._unproved[unproved.fd]
+        self._loop.remove_reader(unproved.fd)
+
+    def _hang_up(self, unproved: _Unproved) -> None:
+        self._forget(unproved)
+        unproved.connection.close()
 
 
 def dial(loop: Loop, ip: str, port: int, keys: ChannelKeys, timeout: float) -> PayloadChannel:
