@@ -18,6 +18,7 @@ from monarch_slurm.wire.limits import descriptors_left
 from monarch_slurm.wire.loop import Loop
 from monarch_slurm.wire.payload_channel import PayloadChannel
 from monarch_slurm.wire.payload_listener import PayloadListener, dial
+from monarch_slurm.wire.sealed_records import UNAVAILABLE
 from monarch_slurm.wire.task_limits import start_thread
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,9 @@ class ChannelSetup:
         if self._is_too_early(peer):
             self._failed(peer)
             return
+        if UNAVAILABLE:
+            self._give_up(peer, UNAVAILABLE)
+            return
         self._asking.add(peer)
         self._tell(peer, {"op": "want", "endpoint": self._dialled} if self._dialled else {"op": "ask"})
 
@@ -79,6 +83,8 @@ class ChannelSetup:
         if operation == "ask" and self._dialled:
             if self._is_too_early(peer):
                 self._tell(peer, {"op": "failed", "why": "it has failed a short time ago"})
+            elif UNAVAILABLE:
+                self._tell(peer, {"op": "failed", "why": UNAVAILABLE})
             self.ask(peer)
         elif operation == "want" and not self._dialled:
             self._offer(peer, fields.get("endpoint"))
@@ -123,6 +129,9 @@ class ChannelSetup:
             self._refuse(peer, "it is reached through a gateway", expected=True)
             return
         ip = str(endpoint).removeprefix("tcp://").rpartition(":")[0].strip("[]")
+        if UNAVAILABLE:
+            self._refuse(peer, UNAVAILABLE)
+            return
         if descriptors_left() < 2:
             self._refuse(peer, "too few file descriptors are left")
             return

@@ -16,10 +16,16 @@ import os
 import struct
 from typing import NamedTuple
 
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
 from monarch_slurm.wire.frames import WireError
+
+try:
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+except ImportError as error:  # such an environment still works, more slowly
+    UNAVAILABLE = f"the package cryptography cannot be imported: {error}"
+else:
+    UNAVAILABLE = "" if hasattr(AESGCM, "encrypt_into") else "the package cryptography is older than version 47"
+"""Why this process can make no records; empty if it can."""
 
 RECORD_BYTES = 256 * 1024
 """The most that one record holds. A record and its plain bytes fit into the cache of a core."""

@@ -351,6 +351,22 @@ def test_without_a_channel_the_link_carries_all_and_one_line_says_so(
     assert ends.has_no_channel()
 
 
+@pytest.mark.parametrize("end", ["there", "back"])
+def test_without_the_package_that_encrypts_the_link_carries_all(
+    ends: Ends, end: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(channel_setup, "UNAVAILABLE", "the package cryptography is older than version 47")
+    with caplog.at_level(logging.DEBUG):
+        ends.there(LARGE)
+        assert ends.received() == [LARGE]
+        if end == "back":
+            ends.router.send(Message("m", HERE, THERE, {}, dumps(LARGE)), PEER)
+            wait_until(lambda: ends.back)
+            assert loads(ends.back[0].body) == LARGE
+        wait_until(lambda: "cryptography is older" in caplog.text)
+    assert ends.relays == []
+
+
 def test_where_no_port_is_free_the_link_carries_all(ends: Ends, caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server((IP, 0)) as taken, caplog.at_level(logging.WARNING):
         port = taken.getsockname()[1]
@@ -478,7 +494,7 @@ def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatc
 def test_of_many_connections_of_another_user_the_oldest_are_closed_and_an_honest_one_gets_in(offered: Offered) -> None:
     more = 5
     program = f"""
-import os, socket
+import encodings.idna, os, socket  # the other user may not be able to read the library
 os.setuid(65534)
 silent = [socket.create_connection(("{IP}", {offered.port})) for _ in range({admission.MAX_PER_ORIGIN + more})]
 print(all(one.recv(1) == b"" for one in silent[:{more}]), flush=True)
