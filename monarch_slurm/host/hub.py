@@ -123,8 +123,7 @@ class Hub:
         loop.call_soon(lambda: self._gatekeeper.attach(loop))
         self._link = AgentLinks(
             loop, router, self._from_agent, self._agent_fault, self._agent_closed, self._quickly_from_agent,
-            lambda: self._endpoints.values(),
-        )  # fmt: skip
+            self._endpoints.values)  # fmt: skip
         self._contacts = Contacts()
         self._incoming = Incoming(loop, self._in_order, on_quick)
         self._caster = Caster(current.max_cast_fanout, current.missed_heartbeats, self._link.send)
