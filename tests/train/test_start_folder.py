@@ -16,7 +16,7 @@ def test_a_run_that_is_started_in_a_folder_of_planted_modules(tmp_path: Path) ->
     folder.mkdir()
     plant(folder, mark)
     console_script = [sys.executable, "-c", "import sys; del sys.path[0]; from monarch_slurm.cli import main; main()"]
-    options = ["--local", "--replicas", "1", "--model", "tiny", "--tokens", "1000", "--reference", "none"]
+    options = ["--local", "--replicas", "2", "--model", "tiny", "--tokens", "1000", "--reference", "none"]
     done = subprocess.run(
         [*console_script, "train", *options, "--out", str(tmp_path / "runs")],
         cwd=folder, env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
