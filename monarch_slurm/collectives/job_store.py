@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import DistStoreError, QueueEmptyError
 
-from monarch_slurm.actor import SupervisionError
-from monarch_slurm.collectives.store_actor import StoreActor
+from monarch_slurm.actor import Future, SupervisionError
+from monarch_slurm.collectives.store_actor import KeyTable, StoreActor, table_here
 
 _Store: Any = dist.Store  # type: ignore[attr-defined]  # its stub lacks much of what it has
 
@@ -79,12 +79,12 @@ class JobStore(_Store):  # type: ignore[misc]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of several keys, once all are there."""
-        found: list[bytes] = self._ask_when_there("get_values", keys, self.timeout)
+        found: list[bytes] = self._ask_when_there(keys, self.timeout)
         return found
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return once all keys are there."""
-        self._ask_when_there("wait_for", keys, self.timeout if timeout is None else timeout)
+        self._ask_when_there(keys, self.timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are there."""
@@ -145,7 +145,7 @@ class JobStore(_Store):  # type: ignore[misc]
             if not block:
                 raise QueueEmptyError("queue is empty")
             left = max(0.0, end - time.monotonic())
-            self._ask_when_there("wait_for", [key], timedelta(seconds=left), self.timeout)
+            self._ask_when_there([key], timedelta(seconds=left), self.timeout)
         taken: bytes = value
         return taken
 
@@ -164,29 +164,54 @@ class JobStore(_Store):  # type: ignore[misc]
     deleteKey = delete_key  # noqa: N815 - the names that C++ calls
     getNumKeys = num_keys  # noqa: N815
 
-    def _ask_when_there(
-        self, what: str, keys: Sequence[str], timeout: timedelta, asked: timedelta | None = None
-    ) -> Any:
-        """Call an endpoint that answers when all ``keys`` are there; ``asked`` is the timeout that errors name."""
+    def _ask_when_there(self, keys: Sequence[str], timeout: timedelta, asked: timedelta | None = None) -> list[bytes]:
+        """Return the values of ``keys`` once all are there; ``asked`` is the timeout that errors name."""
         seconds = max(0.0, timeout.total_seconds())
         names = [_key(key) for key in keys]
+        table = table_here(self._actor)
         try:
-            return self._call(what, seconds, names, seconds)
+            found: list[bytes]
+            if table is not None:
+                found = self._wait_here(table, names, seconds)
+            else:
+                found = self._told(lambda: self._actor.ask_when_there.call_one(names, seconds).get(seconds))
         except TimeoutError:
             milliseconds = round((asked or timeout).total_seconds() * 1000)
-            found = ", ".join(f"/{name}" for name in names)
-            raise DistStoreError(f"wait timeout after {milliseconds}ms, keys: {found}") from None
+            named = ", ".join(f"/{name}" for name in names)
+            raise DistStoreError(f"wait timeout after {milliseconds}ms, keys: {named}") from None
+        return found
+
+    def _wait_here(self, table: KeyTable, names: list[str], seconds: float) -> list[bytes]:
+        """Wait for keys that an actor of this process holds."""
+        arrived: Future[list[bytes]] = Future._pending()
+
+        def act() -> None:
+            over, values = table.over, table.values(names)
+            if over:
+                arrived._fail(DistStoreError(f"{self} is gone: {over}"))
+            else:
+                arrived._resolve(lambda: values)
+
+        with table.lock:
+            table.when_there(names, time.monotonic() + seconds, act)
+        return arrived.get(seconds)
 
     def _ask(self, what: str, *args: Any) -> Any:
-        """Call an endpoint that answers at once."""
+        """Call a method of the table that answers at once."""
+        table = table_here(self._actor)
+        if table is not None:
+            with table.lock:
+                if table.over:
+                    raise DistStoreError(f"{self} is gone: {table.over}")
+                return getattr(table, what)(*args)
         try:
-            return self._call(what, _ANSWER_S, *args)
+            return self._told(lambda: self._actor.ask.call_one(what, *args).get(_ANSWER_S))
         except TimeoutError:
             raise DistStoreError(f"{self} has not answered within {_ANSWER_S:g} s: its process hangs") from None
 
-    def _call(self, what: str, within_s: float, *args: Any) -> Any:
+    def _told(self, call: Callable[[], Any]) -> Any:
         try:
-            return getattr(self._actor, what).call_one(*args).get(within_s)
+            return call()
         except SupervisionError as error:
             raise DistStoreError(f"{self} is gone: {error}") from error
 

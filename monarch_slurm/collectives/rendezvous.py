@@ -45,7 +45,7 @@ class CommunicatorKeys:
 
     def close(self) -> None:
         """Delete them; the communicator cannot be joined or split any more. Returns at once."""
-        self._store.delete_prefix.broadcast(f"{self._name}/")
+        self._store.ask.broadcast("delete_prefix", f"{self._name}/")
 
     def __repr__(self) -> str:
         return f"CommunicatorKeys({self._name!r})"

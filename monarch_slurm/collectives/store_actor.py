@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Any
 
-from monarch_slurm.actor import Actor, Port, endpoint
+from monarch_slurm.actor import Actor, Port, context, endpoint
 
 _INT64 = 1 << 64
 
 
 class KeyTable:
-    """Keys, their values, and whoever waits for keys to appear. Values are bytes; so are the items of queues."""
+    """Keys, their values, and whoever waits for keys to appear. Values are bytes; so are the items of queues.
+
+    Threads of the actor's own process use it without a message, so whoever calls a method holds `lock`.
+    """
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.over = ""
+        """Why no key appears any more; empty while the actor runs."""
         self._values: dict[str, bytes] = {}
         self._queues: dict[str, deque[bytes]] = {}
         self._waits: dict[int, _Wait] = {}
@@ -30,10 +38,15 @@ class KeyTable:
     def __contains__(self, key: str) -> bool:
         return key in self._values or key in self._queues
 
-    def __len__(self) -> int:
+    def num_keys(self) -> int:
+        """Return how many keys have a value."""
         return len(self._values)
 
-    def keys(self) -> list[str]:
+    def are_there(self, keys: Iterable[str]) -> bool:
+        """Return whether all ``keys`` are there."""
+        return all(key in self for key in keys)
+
+    def list_keys(self) -> list[str]:
         """Return the keys that have a value."""
         return list(self._values)
 
@@ -41,7 +54,7 @@ class KeyTable:
         """Return the values of ``keys``; empty for a key that only has a queue, as TCPStore does."""
         return [self._values.get(key, b"") for key in keys]
 
-    def set(self, values: dict[str, bytes]) -> None:
+    def set_values(self, values: dict[str, bytes]) -> None:
         """Set all of ``values``, then end the waits for them."""
         self._values.update(values)
         for key in values:
@@ -54,12 +67,12 @@ class KeyTable:
         except ValueError:
             return None
         total = (total + _INT64 // 2) % _INT64 - _INT64 // 2  # it wraps around, as in C++
-        self.set({key: str(total).encode()})
+        self.set_values({key: str(total).encode()})
         return total
 
     def append(self, key: str, value: bytes) -> None:
         """Put ``value`` behind that of ``key``."""
-        self.set({key: self._values.get(key, b"") + value})
+        self.set_values({key: self._values.get(key, b"") + value})
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Set ``desired`` if the value is ``expected``, or if that is empty and there is no value; return the value.
@@ -68,11 +81,11 @@ class KeyTable:
         """
         found = self._values.get(key)
         if found == expected or (found is None and not expected):
-            self.set({key: desired})
+            self.set_values({key: desired})
             return desired
         return expected if found is None else found
 
-    def delete(self, key: str) -> bool:
+    def delete_key(self, key: str) -> bool:
         """Delete a key; return whether it had a value."""
         return self._values.pop(key, None) is not None
 
@@ -88,12 +101,12 @@ class KeyTable:
                 self._forget(number)
         return len(found)
 
-    def push(self, key: str, value: bytes) -> None:
+    def queue_push(self, key: str, value: bytes) -> None:
         """Put ``value`` at the end of the queue ``key``."""
         self._queues.setdefault(key, deque()).append(value)
         self._appeared(key)
 
-    def pop(self, key: str) -> bytes | None:
+    def queue_pop(self, key: str) -> bytes | None:
         """Take the first value of the queue ``key``; None if it is empty."""
         queue = self._queues.get(key)
         if queue is None:
@@ -108,7 +121,7 @@ class KeyTable:
         return len(self._queues.get(key, ()))
 
     def when_there(self, keys: list[str], until: float, act: Callable[[], None]) -> None:
-        """Call ``act`` once all ``keys`` are there.
+        """Call ``act`` once all ``keys`` are there, or none can come any more.
 
         Args:
             until: time (`time.monotonic`) after which nobody waits any more.
@@ -117,7 +130,7 @@ class KeyTable:
         while self._deadlines and self._deadlines[0][0] < now:
             self._forget(heapq.heappop(self._deadlines)[1])
         missing = {key for key in keys if key not in self}
-        if not missing:
+        if not missing or self.over:
             act()
             return
         number = next(self._numbers)
@@ -126,8 +139,15 @@ class KeyTable:
         for key in missing:
             self._waits_of_key.setdefault(key, set()).add(number)
 
-    @property
-    def waiting(self) -> int:
+    def end(self, why: str) -> None:
+        """End all waits, for the actor has ended; ``act`` is called, and finds `over`."""
+        self.over = why
+        waits, self._waits = self._waits, {}
+        self._waits_of_key.clear()
+        for wait in waits.values():
+            wait.act()
+
+    def waits(self) -> int:
         """How many waits there are, those included that are out of time since the last `when_there`."""
         return len(self._waits)
 
@@ -158,6 +178,15 @@ class _Wait:
         self.keys, self.missing, self.act = keys, missing, act
 
 
+_here: dict[tuple[str, int], KeyTable] = {}
+"""The tables of this process, by the id of the actor's mesh and its rank there."""
+
+
+def table_here(actor: Any) -> KeyTable | None:
+    """Return the keys that a `StoreActor` holds; None if it runs in another process."""
+    return _here.get((actor._ref.mesh, actor._shape.ndslice.get(0)))
+
+
 class StoreActor(Actor):
     """Holds the keys of a store. Spawn it on one proc and give `JobStore` the mesh that ``spawn`` returns.
 
@@ -166,80 +195,31 @@ class StoreActor(Actor):
 
     def __init__(self) -> None:
         self._table = KeyTable()
+        instance = context().actor_instance
+        self._key = instance.key, instance.base_rank
+        _here[self._key] = self._table
+
+    def __cleanup__(self, exc: Exception | None) -> None:
+        """End what threads of this process wait for."""
+        _here.pop(self._key, None)
+        with self._table.lock:
+            self._table.end("its actor has ended")
 
     @endpoint
-    def set_values(self, values: dict[str, bytes]) -> None:
-        """See `KeyTable.set`."""
-        self._table.set(values)
+    def ask(self, what: str, *args: Any) -> Any:
+        """Call a method of the table that answers at once."""
+        with self._table.lock:
+            return getattr(self._table, what)(*args)
 
     @endpoint(explicit_response_port=True)  # type: ignore[untyped-decorator]
-    def get_values(self, port: Port[list[bytes]], keys: list[str], within_s: float) -> None:
+    def ask_when_there(self, port: Port[list[bytes]], keys: list[str], within_s: float) -> None:
         """Answer with the values of ``keys`` once all are there; not at all after ``within_s`` seconds."""
-        self._table.when_there(keys, _until(within_s), lambda: port.send(self._table.values(keys)))
+        with self._table.lock:
+            self._table.when_there(keys, time.monotonic() + within_s, lambda: self._answer(port, keys))
 
-    @endpoint(explicit_response_port=True)  # type: ignore[untyped-decorator]
-    def wait_for(self, port: Port[None], keys: list[str], within_s: float) -> None:
-        """Answer once all ``keys`` are there; not at all after ``within_s`` seconds."""
-        self._table.when_there(keys, _until(within_s), lambda: port.send(None))
-
-    @endpoint
-    def are_there(self, keys: list[str]) -> bool:
-        """Return whether all ``keys`` are there."""
-        return all(key in self._table for key in keys)
-
-    @endpoint
-    def add(self, key: str, amount: int) -> int | None:
-        """See `KeyTable.add`."""
-        return self._table.add(key, amount)
-
-    @endpoint
-    def append(self, key: str, value: bytes) -> None:
-        """See `KeyTable.append`."""
-        self._table.append(key, value)
-
-    @endpoint
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """See `KeyTable.compare_set`."""
-        return self._table.compare_set(key, expected, desired)
-
-    @endpoint
-    def delete_key(self, key: str) -> bool:
-        """See `KeyTable.delete`."""
-        return self._table.delete(key)
-
-    @endpoint
-    def delete_prefix(self, prefix: str) -> int:
-        """See `KeyTable.delete_prefix`."""
-        return self._table.delete_prefix(prefix)
-
-    @endpoint
-    def list_keys(self) -> list[str]:
-        """Return the keys that have a value."""
-        return self._table.keys()
-
-    @endpoint
-    def num_keys(self) -> int:
-        """Return how many keys have a value."""
-        return len(self._table)
-
-    @endpoint
-    def queue_push(self, key: str, value: bytes) -> None:
-        """See `KeyTable.push`."""
-        self._table.push(key, value)
-
-    @endpoint
-    def queue_pop(self, key: str) -> bytes | None:
-        """See `KeyTable.pop`."""
-        return self._table.pop(key)
-
-    @endpoint
-    def queue_len(self, key: str) -> int:
-        """See `KeyTable.queue_len`."""
-        return self._table.queue_len(key)
+    def _answer(self, port: Port[list[bytes]], keys: list[str]) -> None:
+        if not self._table.over:  # else the runtime tells whoever waits
+            port.send(self._table.values(keys))
 
     def __repr__(self) -> str:
-        return f"StoreActor({len(self._table)} keys, {self._table.waiting} waits)"
-
-
-def _until(within_s: float) -> float:
-    return time.monotonic() + within_s
+        return f"StoreActor({self._table.num_keys()} keys, {self._table.waits()} waits)"

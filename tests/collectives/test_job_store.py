@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch.distributed import DistStoreError, PrefixStore, QueueEmptyError, TCPStore  # noqa: E402
 
-from monarch_slurm.actor import Actor, MeshFailure, ProcMesh, endpoint, this_host  # noqa: E402
+from monarch_slurm.actor import Actor, MeshFailure, ProcMesh, context, endpoint, this_host  # noqa: E402
 from monarch_slurm.collectives import StoreActor  # noqa: E402
 from monarch_slurm.collectives.job_store import JobStore  # noqa: E402
 from monarch_slurm.collectives.store_actor import KeyTable  # noqa: E402
@@ -48,6 +48,22 @@ class Rank(Actor):
     @endpoint
     def get(self, store: Any, key: str) -> bytes:
         return bytes(store.get(key))
+
+    @endpoint
+    def use_all(self, store: Any, timeout: timedelta) -> None:
+        """Do what the tests above do, in this process."""
+        store.set_timeout(timeout)
+        for test in (
+            test_values,
+            test_several_values_at_once,
+            test_compare_set,
+            test_what_does_not_come_is_told_with_its_keys,
+            test_queues,
+            test_many_threads,
+        ):
+            test(store)
+            store.set_timeout(timeout)
+            store.delete_prefix("")
 
     @endpoint
     def listeners(self) -> list[str]:
@@ -79,7 +95,7 @@ def procs() -> Iterator[ProcMesh]:
 
 def spawn_store(procs: ProcMesh, rank: int = 0) -> StoreActor:
     actor = procs.slice(rank=rank).spawn("store", StoreActor)
-    assert actor.num_keys.call_one().get(DEADLINE) == 0, "it is there: short timeouts begin now"
+    assert actor.ask.call_one("num_keys").get(DEADLINE) == 0, "it is there: short timeouts begin now"
     return actor
 
 
@@ -262,6 +278,33 @@ def test_prefixes_are_deleted_and_bad_arguments_refused(procs: ProcMesh) -> None
         JobStore(procs.spawn("stores", StoreActor))
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_process_of_the_actor_needs_no_messages(procs: ProcMesh, rank: int) -> None:
+    stores = procs.spawn("stores", StoreActor)
+    assert len(stores.ask.call("num_keys").get(DEADLINE)) == 4
+    # The first of a mesh of such actors, each in a process of its own, from its process and from another.
+    store = JobStore(stores.slice(rank=0), SHORT)
+    procs.slice(rank=rank).spawn("ranks", Rank).use_all.call_one(store, SHORT).get(DEADLINE)
+    stores.stop().get(DEADLINE)
+    with pytest.raises(DistStoreError, match="is gone"):
+        store.get("k")
+
+
+def test_threads_of_the_actors_process_are_told_of_its_end() -> None:
+    instance = context().actor_instance
+    actor = instance.proc.spawn("store", StoreActor)
+    actor.ask.call_one("num_keys").get(DEADLINE)
+    store = JobStore(actor)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(store.get, "never")
+        wait_until(lambda: store._ask("waits") == 1, "the wait is there")
+        actor.stop().get(DEADLINE)
+        with pytest.raises(DistStoreError, match="is gone: its actor has ended"):
+            waiting.result(DEADLINE)
+    with pytest.raises(DistStoreError, match="is gone"):
+        store.set("k", "v")
+
+
 def test_a_store_can_be_sent(procs: ProcMesh) -> None:
     store = JobStore(spawn_store(procs), SHORT)
     copy = pickle.loads(pickle.dumps(store))
@@ -275,26 +318,26 @@ def test_waits_that_nobody_waits_for_are_forgotten() -> None:
     table, seen = KeyTable(), []
     now = time.monotonic()
     table.when_there(["a", "b"], now - 1, lambda: seen.append("early"))
-    assert table.waiting == 1, "it is out of time when the next one comes"
+    assert table.waits() == 1, "it is out of time when the next one comes"
     table.when_there(["a"], now + 100, lambda: seen.append("late"))
-    assert table.waiting == 1
-    table.set({"a": b"", "b": b""})
-    assert (seen, table.waiting) == (["late"], 0)
+    assert table.waits() == 1
+    table.set_values({"a": b"", "b": b""})
+    assert (seen, table.waits()) == (["late"], 0)
     table.when_there(["p/1", "q"], now + 100, lambda: seen.append("deleted"))
     assert table.delete_prefix("p/") == 0
-    assert table.waiting == 0
+    assert table.waits() == 0
 
 
 def test_a_key_that_was_deleted_is_waited_for_again() -> None:
     table, seen = KeyTable(), []
     table.when_there(["a", "b"], time.monotonic() + 100, lambda: seen.append(table.values(["a", "b"])))
-    table.set({"a": b"1"})
-    table.delete("a")
-    table.set({"b": b"2"})
+    table.set_values({"a": b"1"})
+    table.delete_key("a")
+    table.set_values({"b": b"2"})
     assert seen == []
-    table.set({"a": b"3"})
+    table.set_values({"a": b"3"})
     assert seen == [[b"3", b"2"]]
-    assert table.waiting == 0
+    assert table.waits() == 0
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -323,7 +366,7 @@ def test_operations_end_at_once_with_the_process_of_the_store() -> None:
     pid = mesh.spawn("ranks", Rank).pid.call_one().get(DEADLINE)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(store.get, "never")
-        wait_until(lambda: "1 waits" in _state(store), "the wait is there")
+        wait_until(lambda: store._ask("waits") == 1, "the wait is there")
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(DistStoreError, match=r"is gone: .*SIGKILL|Killed"):
             waiting.result(DEADLINE)
@@ -336,10 +379,6 @@ def test_operations_end_at_once_with_the_process_of_the_store() -> None:
         with pytest.raises(DistStoreError, match="is gone"):
             operation()
     mesh.stop().get(DEADLINE)
-
-
-def _state(store: JobStore) -> str:
-    return "1 waits" if store.num_keys() == 0 else ""
 
 
 LATE = """
