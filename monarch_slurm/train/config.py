@@ -8,6 +8,9 @@ from typing import Any
 
 from monarch_slurm.train.saved import SavedState
 
+TORCHFT = "torchft"
+"""For ``lighthouse``: TorchFT's own, which the run starts."""
+
 ENGINES = ("llama", "torchtitan")
 """The built-in engine, and those that are wrapped."""
 
@@ -36,9 +39,12 @@ class TrainConfig:
         eval_batches: batches of the held-out text behind each reported validation loss.
         seed: seed of parameters, sampler and failure schedule.
         threads: CPU threads of one trainer proc; 0 leaves it to torch.
-        heartbeat_timeout: seconds without a heartbeat after which the Lighthouse leaves a replica out.
-        heartbeat_interval: seconds between two heartbeats of a replica.
-        join_timeout: seconds that a quorum waits for a replica that heartbeats but does not ask.
+        lighthouse: who forms the quorums. Empty: the run itself, over the job's messages. ``torchft``: TorchFT's
+            Lighthouse, which the run starts. A URL: TorchFT's Lighthouse there. What is TorchFT's answers everybody
+            who can reach its ports.
+        heartbeat_timeout: seconds without a heartbeat after which TorchFT's Lighthouse leaves a replica out.
+        heartbeat_interval: seconds between two heartbeats of a replica that TorchFT's Lighthouse is sent.
+        join_timeout: seconds that a quorum waits for a replica that lives but does not ask.
         collective_timeout: seconds after which a collective between replicas fails. A joining replica's
             state transfer happens inside it.
         connect_timeout: seconds that the members of a new quorum may take to connect to one another.
@@ -74,6 +80,7 @@ class TrainConfig:
     eval_batches: int = 8
     seed: int = 0
     threads: int = 1
+    lighthouse: str = ""
     heartbeat_timeout: float = 0.5
     heartbeat_interval: float = 0.05
     join_timeout: float = 10.0
@@ -111,7 +118,7 @@ class Place:
         rank: rank inside the replica.
         world_size: ranks inside the replica.
         generation: how often this replica was started before; events of older generations are stale.
-        lighthouse: ``http://host:port`` of the TorchFT Lighthouse.
+        lighthouse: ``http://host:port`` of TorchFT's Lighthouse, if that forms the quorums.
         address: IP address of the interface that this trainer binds and advertises, for every socket it opens.
         store_port: port of the replica's TCPStore at ``store_address``; rank 0 serves it. 0 when the replica has one
             rank.
@@ -121,6 +128,7 @@ class Place:
         folder: of the run, for its saved states.
         committed_step: the highest ``step`` of a committed sync that the supervisor has seen in the run so far. A
             trainer that meets a quorum which knows less raises instead of training from the start again.
+        member: the actor of the replica that asks for quorums; None if ``lighthouse`` forms them.
     """
 
     replica: int
@@ -135,3 +143,4 @@ class Place:
     device: int = 0
     saved: SavedState | None = None
     folder: str = ""
+    member: Any = None

@@ -1,4 +1,4 @@
-"""TorchFT, set up for quick recovery on a cluster: Lighthouse, manager, process group and DiLoCo between replicas.
+"""TorchFT, set up for quick recovery on a cluster: manager, process group and DiLoCo between replicas.
 
 Every replica runs `TorchFT's manager <https://github.com/pytorch/torchft>`_ and trains by DiLoCo (arXiv 2311.08105):
 some inner steps by itself, then a *sync* in which the replicas agree on who takes part (a quorum), replicas that are
@@ -12,28 +12,25 @@ set here and why:
 - Tensors are reduced one by one: TorchFT 0.2's buckets lose gradients as soon as there is more than one bucket.
 - Nothing is quantised between replicas: TorchFT takes any device of compute capability 9 for one with e4m3 floats.
 - Every socket is bound to the trainer's own address, and advertised as that address.
+- Quorums are formed by the job's own actors (`monarch_slurm.train.quorum`), or by TorchFT's Lighthouse if that is asked
+  for.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-# As in transfer.py: whichever module loads the library first.
-os.environ.setdefault("RUST_LOG", "warn")
-
-import torchft.manager
-from torchft.coordination import LighthouseServer
+from monarch_slurm.train.torchft_manager import LOGGER, LighthouseServer, Manager, on_a_free_port  # isort: skip
 from torchft.local_sgd import DiLoCo
 
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
@@ -41,10 +38,15 @@ from monarch_slurm.train import state
 from monarch_slurm.train.addresses import in_url
 from monarch_slurm.train.config import Place, TrainConfig
 from monarch_slurm.train.group import ReplicaGroup
+from monarch_slurm.train.quorum import RankAsk
+from monarch_slurm.train.quorum_client import QuorumClient
+from monarch_slurm.train.quorum_rules import RankQuorum
 from monarch_slurm.train.replica import Replica
 from monarch_slurm.train.torchft_keys import TorchftKeys
 from monarch_slurm.train.transfer import StateTransport, Transfer, UntrustedStateError
-from monarch_slurm.wire.ports import ports_to_try
+from monarch_slurm.wire.task_limits import start_thread
+
+logger = logging.getLogger(__name__)
 
 Emit = Callable[..., None]
 """Called as ``emit(kind, t=None, **fields)``, always on the thread that trains."""
@@ -53,11 +55,10 @@ _QUORUM_TICK = 0.01  # seconds between two looks of the Lighthouse at who is the
 _WAITING_TICK = 0.1  # seconds between two looks at what else is to be done while a quorum forms
 _LAST_WISH = 3.0  # seconds that a replica without a quorum may still be asked to save
 _CONNECT_TIMEOUT = 10.0  # seconds to reach a Lighthouse or a peer's manager
-_naming = threading.Lock()
 
 
 class QuorumError(MonarchSlurmError):
-    """No quorum was to be had in the time allowed: the Lighthouse is gone, or too few replicas are left."""
+    """No quorum formed in the time allowed: whoever forms it is gone, or too few replicas are left."""
 
 
 class StateLostError(MonarchSlurmError):
@@ -91,7 +92,7 @@ def start_lighthouse(bind_address: str, config: TrainConfig) -> tuple[Lighthouse
         )
 
     try:
-        server = _on_a_free_port(start)
+        server = on_a_free_port(start)
     except RuntimeError as error:
         raise ConfigError(f"the Lighthouse cannot listen on {bind_address}: {error}") from error
     return server, f"http://{host}:{server.address().rsplit(':', 1)[1]}"
@@ -114,7 +115,7 @@ class Sync:
     seconds: float
 
 
-class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft has no types
+class ReplicaManager(Manager):
     """TorchFT's manager, which tells what happens in it.
 
     Args:
@@ -145,7 +146,7 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         self.joined = False
         self.trained = 0
         self._emit, self._on_sync = emit, on_sync
-        self._place, self._verify = place, config.verify_state
+        self._config, self._place, self._verify = config, place, config.verify_state
         self._saves: dict[str, Callable[[], Any]] = {}
         self._loads: dict[str, Callable[[Any], None]] = {}
         self._reports: list[tuple[str, Transfer]] = []
@@ -154,35 +155,40 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
         self._last_sync: Sync | None = None
         self.group = _replica_group(config, place)
         self.transport = StateTransport(place.address, config.collective_timeout, meshes)
-        os.environ.setdefault("TOKIO_WORKER_THREADS", "2")  # one thread per core otherwise, for a heartbeat
+        self._quorums: _JobQuorums | _LighthouseQuorums | None = None
+        transport: Any = self.transport
+        if place.member is not None:
+            self._quorums = self._job_quorums(replica, while_waiting)
+        else:
+            transport = TorchftKeys(transport, lambda: self._quorums.rank if self._quorums is not None else 0)
         try:
-            with _manager_server_on(place.address):
-                super().__init__(
-                    pg=self.group,
-                    load_state_dict=None,
-                    state_dict=None,
-                    min_replica_size=config.min_replicas,
-                    use_async_quorum=False,
-                    timeout=timedelta(seconds=config.collective_timeout),
-                    quorum_timeout=timedelta(seconds=config.quorum_timeout),
-                    connect_timeout=timedelta(seconds=_CONNECT_TIMEOUT),
-                    rank=place.rank,
-                    world_size=place.world_size,
-                    store_addr=place.store_address if place.world_size > 1 else place.address,
-                    store_port=replica.port,
-                    lighthouse_addr=place.lighthouse,
-                    # Ranks between replicas follow the order of these names as text, hence the zeros.
-                    replica_id=f"replica_{place.replica:06d}",
-                    hostname=in_url(place.address),
-                    heartbeat_interval=timedelta(seconds=config.heartbeat_interval),
-                    checkpoint_transport=TorchftKeys(self.transport, lambda: self._quorums.rank),
-                    init_sync=False,
-                )
+            super().__init__(
+                self._quorums if isinstance(self._quorums, _JobQuorums) else None,
+                place.address,
+                (place.store_address if place.world_size > 1 else place.address, replica.port),
+                place.lighthouse,
+                pg=self.group,
+                load_state_dict=None,
+                state_dict=None,
+                min_replica_size=config.min_replicas,
+                use_async_quorum=False,
+                timeout=timedelta(seconds=config.collective_timeout),
+                quorum_timeout=timedelta(seconds=config.quorum_timeout),
+                connect_timeout=timedelta(seconds=_CONNECT_TIMEOUT),
+                rank=place.rank,
+                world_size=place.world_size,
+                # Ranks between replicas follow the order of these names as text, hence the zeros.
+                replica_id=f"replica_{place.replica:06d}",
+                heartbeat_interval=timedelta(seconds=config.heartbeat_interval),
+                checkpoint_transport=transport,
+                init_sync=False,
+            )
         except RuntimeError as error:
             self.transport.shutdown()
             raise QuorumError(f"replica {place.replica} cannot reach the Lighthouse: {error}") from error
-        self._quorums = _Quorums(self._client, while_waiting)
-        self._client: Any = self._quorums
+        if self._quorums is None:
+            self._quorums = _LighthouseQuorums(self._client, while_waiting)
+            self.wrap_client(lambda client: self._quorums)
         _one_line_per_failure.install()
 
     def register_state_dict_fn(
@@ -227,7 +233,7 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
             if self.transport.began_at is not None:
                 raise  # the quorum had formed; what failed is loading the state
             raise QuorumError(
-                f"replica {self._place.replica} got no quorum from {self._place.lighthouse}: {error}"
+                f"replica {self._place.replica} got no quorum from {self._place.lighthouse or 'the run'}: {error}"
             ) from error
         self._healed = len(self.transport.received) > received
         formed = self.transport.began_at or time.time()
@@ -249,11 +255,7 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
             if isinstance(cause, UntrustedStateError):
                 raise cause  # the next sync would have to trust the same donor
             return
-        if self.current_step() < self._place.committed_step:
-            raise StateLostError(
-                f"the run had committed {self._place.committed_step} syncs, but the replicas that met know only of"
-                f" {self.current_step()}: every replica that held the state is gone, start the run anew"
-            )
+        _check_not_lost(self._place.committed_step, self.current_step())
         self.joined = True
         if self._healed:
             self._verify_received()
@@ -275,6 +277,7 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
             self.group.hang_up()
         committed = bool(super().should_commit(timeout))
         if committed:
+            assert self._quorums is not None
             self.trained += self._quorums.up_to_date
         seconds = time.time() - self._sync_began
         self._last_sync = Sync(committed, self.num_participants(), self._healed, seconds)
@@ -304,9 +307,17 @@ class ReplicaManager(torchft.manager.Manager):  # type: ignore[misc]  # torchft 
             self._reports.pop(0)
 
     def close(self) -> None:
-        """Leave the run: peers see broken sockets at once, the Lighthouse the end of the heartbeats."""
+        """Leave the run: peers see broken sockets at once, and nobody waits for this replica any more."""
         self.group.hang_up()
+        if isinstance(self._quorums, _JobQuorums):
+            self._quorums.leave()
         self.shutdown(wait=False)
+
+    def _job_quorums(self, replica: Replica, while_waiting: Callable[[], None]) -> _JobQuorums:
+        place = self._place
+        address = f"{in_url(place.store_address if place.world_size > 1 else place.address)}:{replica.port}"
+        client = QuorumClient(place.member, place.rank, place.world_size, address, while_waiting, _WAITING_TICK)
+        return _JobQuorums(client, place.committed_step, self.transport, self._config.collective_timeout)
 
 
 def _replica_group(config: TrainConfig, place: Place) -> Any:
@@ -330,7 +341,70 @@ def make_diloco(
     return DiLoCo(manager, [model], optimizer, outer, config.sync_every, use_bucketization=False, should_quantize=False)
 
 
-class _Quorums:
+class _JobQuorums:
+    """Quorums over the job's messages.
+
+    Args:
+        client: asks for them.
+        committed_step: committed syncs of the run when this trainer started.
+        transport: is told the keys of the transfers that a quorum brings.
+        timeout: seconds that a donor may take to hash what it sends.
+
+    Attributes:
+        up_to_date: members of the last quorum that had the state of the run when they asked.
+        rank: of this replica in it.
+    """
+
+    def __init__(self, client: QuorumClient, committed_step: int, transport: StateTransport, timeout: float) -> None:
+        self._client, self._committed_step = client, committed_step
+        self._transport, self._timeout = transport, timeout
+        self.up_to_date = self.rank = 0
+
+    def ask(
+        self, *, step: int, metadata: str, shrink_only: bool, commit_failures: int, timeout: timedelta
+    ) -> tuple[RankQuorum, str]:
+        """See `monarch_slurm.train.torchft_manager.Quorums.ask`.
+
+        Raises:
+            StateLostError: nobody in the quorum has the steps that the run had committed.
+        """
+        answer = self._client.quorum(RankAsk(step, metadata, shrink_only, commit_failures), timeout)
+        _check_not_lost(self._committed_step, answer.rank.max_step)
+        self.up_to_date, self.rank = answer.rank.max_world_size, answer.rank.replica_rank
+        step, serial, donor = answer.rank.max_step, answer.serial, answer.donor
+        if answer.keys.send:
+            self._transport.admit(step, answer.keys.send)
+            start_thread(threading.Thread(target=self._announce, args=(step, serial), name="announce", daemon=True))
+        if donor:
+            hash_of_donor = functools.partial(self._client.announced, serial, donor, self._timeout)
+            self._transport.expect(step, answer.id, answer.keys.receive, hash_of_donor, donor)
+        return answer.rank, answer.metadata
+
+    def _announce(self, step: int, serial: int) -> None:
+        """Tell the receivers the hash of what they are sent, once it is known."""
+        try:
+            self._client.announce(serial, self._transport.announced(step))
+        except state.StateError as error:  # this sync is lost, and they wait for it in vain
+            logger.warning("no state was announced: %s", error)
+
+    def should_commit(self, vote: bool, timeout: timedelta) -> bool:
+        """See `monarch_slurm.train.torchft_manager.Quorums.should_commit`."""
+        return self._client.should_commit(vote, timeout)
+
+    def leave(self) -> None:
+        """Take part no more."""
+        self._client.leave()
+
+
+def _check_not_lost(committed: int, known: int) -> None:
+    if known < committed:
+        raise StateLostError(
+            f"the run had committed {committed} syncs, but the replicas that met know only of {known}: every replica "
+            "that held the state is gone, start the run anew"
+        )
+
+
+class _LighthouseQuorums:
     """TorchFT's client of its manager server, which keeps a number of the last quorum that the manager drops.
 
     Args:
@@ -372,38 +446,6 @@ class _Quorums:
         return getattr(self._client, name)
 
 
-@contextmanager
-def _manager_server_on(address: str) -> Iterator[None]:
-    """Make TorchFT's manager bind its server to ``address``: it names every interface, and takes no argument for it."""
-    original = torchft.manager.ManagerServer
-
-    def bound(*, bind: str, **named: Any) -> Any:
-        return _on_a_free_port(lambda port: original(bind=f"{in_url(address)}:{port}", **named))
-
-    with _naming:
-        torchft.manager.ManagerServer = bound
-        try:
-            yield
-        finally:
-            torchft.manager.ManagerServer = original
-
-
-def _on_a_free_port(start: Callable[[int], Any]) -> Any:
-    """Call ``start`` with a port, and with others as long as it finds the port in use.
-
-    Raises:
-        RuntimeError: what ``start`` raised.
-    """
-    ports = ports_to_try()
-    for port in ports[:-1]:
-        try:
-            return start(port)
-        except RuntimeError as error:
-            if "in use" not in str(error):
-                raise
-    return start(ports[-1])
-
-
 class _OneLinePerFailure(logging.Filter):
     """Lets TorchFT's manager log one line for a failed sync; by itself it logs a traceback for every tensor."""
 
@@ -413,7 +455,7 @@ class _OneLinePerFailure(logging.Filter):
 
     def install(self) -> None:
         """Filter what the manager logs, once per process."""
-        logging.getLogger(torchft.manager.__name__).addFilter(self)  # a filter is added only once
+        logging.getLogger(LOGGER).addFilter(self)  # a filter is added only once
 
     def rearm(self) -> None:
         """Let the next failure through: a new sync begins."""

@@ -1,4 +1,4 @@
-"""The manager of a run: it spawns the Lighthouse and one supervisor per replica, and sees the run through.
+"""The manager of a run: it spawns who forms the quorums and one supervisor per replica, and sees the run through.
 
 It is the controller's program, on the head node. It does no training; it takes events, writes them to the journal,
 shows them, injects failures by schedule, and decides when the run is over.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +24,11 @@ from monarch_slurm.actor.client import client
 from monarch_slurm.controller import Journal, RestartBudget, RestartLimit
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
 from monarch_slurm.job.notice import notice_reason
-from monarch_slurm.train.config import TrainConfig
+from monarch_slurm.train.config import TORCHFT, TrainConfig
 from monarch_slurm.train.events import Event, event
 from monarch_slurm.train.injection import Injection
 from monarch_slurm.train.native_modules import build_on_hosts
+from monarch_slurm.train.quorum import QuorumActor
 from monarch_slurm.train.saved import SavedState, SavedStateError, mark_saved, remove_unused
 from monarch_slurm.train.saving import Saving
 from monarch_slurm.train.supervisor import STOPS_RUN, TRAINER_ENV, ReplicaActor, RestartPolicy
@@ -37,7 +39,7 @@ logger = logging.getLogger(__name__)
 JOURNAL = "journal.jsonl"
 
 START_TIMEOUT = 120.0
-"""Seconds for the Lighthouse and the supervisors to start, imports included."""
+"""Seconds for whoever forms the quorums and for the supervisors to start, imports included."""
 
 _TICK = 0.25
 """Seconds between two looks at the schedule while nothing happens."""
@@ -57,6 +59,11 @@ LAST_SAVE_SECONDS = 120.0
 
 SUPERVISOR_LIMIT = RestartLimit(3, 300.0)
 """How often the supervisor of a replica may be started again."""
+
+QUORUM_LIMIT = RestartLimit(8, 300.0)
+"""How often the actor that forms the quorums may be started again."""
+
+_SECRET_BYTES = 32
 
 
 class RunFailedError(MonarchSlurmError):
@@ -138,7 +145,12 @@ class Run:
         self._meshes: list[Any] = []
         self._home: HostMesh | None = None
         self._shares: list[HostMesh] = []
-        self._lighthouse = ""
+        self._quorum: Any = None
+        """The actor that forms the quorums, or the address of TorchFT's Lighthouse."""
+        self._quorum_mesh = ""
+        self._quorum_epoch = sum(e["kind"] == "quorum_service" for e in history)
+        self._quorum_starts = RestartBudget(QUORUM_LIMIT)
+        self._quorum_secret = secrets.token_bytes(_SECRET_BYTES)
         self._port: Port[Event] | None = None
         self._receiver: PortReceiver[Event]
         self._arriving: Future[Event]
@@ -211,11 +223,8 @@ class Run:
         self._home, self._shares = home, share_hosts(home if self._hosts is None else self._hosts, config)
         if config.replica_backend == "ccl":
             build_on_hosts(home if self._hosts is None else self._hosts)
-        lighthouse_procs = home.spawn_procs(name="lighthouse", env=TRAINER_ENV)
-        self._meshes.append(lighthouse_procs)
-        lighthouse = lighthouse_procs.spawn("lighthouse", LighthouseActor, config)
-        url = self._lighthouse = _started(lighthouse.start.call_one(), "the Lighthouse", home)
-        versions = _started(lighthouse.versions.call_one(), "the Lighthouse", home)
+        self._port, self._receiver = Channel.open()
+        versions = self._start_lighthouse() if config.lighthouse else self._start_quorum()
         names = sorted({name for share in self._shares for name in share.host_names})
         versions["monarch_slurm"] = __version__
         self._take(
@@ -229,11 +238,62 @@ class Run:
                 job=os.environ.get("SLURM_JOB_ID"),
             )
         )
-        self._take(event("lighthouse", address=url))
-        self._port, self._receiver = Channel.open()
+        if config.lighthouse:
+            self._take(event("lighthouse", address=self._quorum))
+        else:
+            self._take(event("quorum_service", epoch=self._quorum_epoch))
         started = [self._start_supervisor(replica, self._first_generation) for replica in range(config.replicas)]
         for future in started:
             _started(future, "the supervisors of the replicas", home)
+
+    def _start_lighthouse(self) -> dict[str, str]:
+        """Start TorchFT's Lighthouse, or take the one that is named; return the versions of what trains."""
+        assert self._home is not None
+        procs = self._home.spawn_procs(name="lighthouse", env=TRAINER_ENV)
+        self._meshes.append(procs)
+        lighthouse = procs.spawn("lighthouse", LighthouseActor, self._config)
+        self._quorum = self._config.lighthouse
+        if self._quorum == TORCHFT:
+            self._quorum = _started(lighthouse.start.call_one(), "the Lighthouse", self._home)
+        versions: dict[str, str] = _started(lighthouse.versions.call_one(), "the Lighthouse", self._home)
+        return versions
+
+    def _start_quorum(self) -> dict[str, str]:
+        """Start the actor that forms the quorums; return the versions of what trains."""
+        assert self._home is not None
+        self._spawn_quorum()
+        versions: dict[str, str] = _started(
+            self._quorum.versions.call_one(), "the actor that forms the quorums", self._home
+        )
+        return versions
+
+    def _spawn_quorum(self) -> None:
+        assert self._home is not None
+        procs = self._home.spawn_procs(name="quorum")
+        self._meshes.append(procs)
+        arguments = (self._config, self._quorum_epoch, self._committed, self._quorum_secret, self._port)
+        self._quorum = procs.spawn("quorum", QuorumActor, *arguments)
+        self._quorum_mesh = self._quorum._ref.mesh
+
+    def _quorum_failed(self, failure: MeshFailure) -> None:
+        """Start the actor again that forms the quorums; supervisors and members report to it what they know.
+
+        Raises:
+            RunFailedError: it fails too often.
+        """
+        what = failure.event.partition("\n")[0]
+        if self._quorum_starts.use(time.monotonic()) is None:
+            raise RunFailedError(
+                f"the actor that forms the quorums failed more than {QUORUM_LIMIT.restarts} times within"
+                f" {QUORUM_LIMIT.within:g} s; the last time: {what}"
+            )
+        self._quorum_epoch += 1
+        self._spawn_quorum()
+        self._tell(lambda supervisor: supervisor.quorum_moved.broadcast(self._quorum))
+        for replica, state in enumerate(self._replicas):
+            if state.supervisor is None:
+                self._quorum.end.broadcast(replica, state.generation)
+        self._take(event("quorum_service", epoch=self._quorum_epoch, cause=what))
 
     def _start_supervisor(self, replica: int, generation: int) -> Future[Any]:
         """Start the supervisor of ``replica``, which starts the trainers as ``generation``."""
@@ -241,7 +301,7 @@ class Run:
         state, name = self._replicas[replica], f"replica{replica}"
         procs = self._home.spawn_procs(name=name)
         self._meshes.append(procs)
-        arguments = (self._config, replica, self._shares, self._lighthouse, self._policy, self._port, generation)
+        arguments = (self._config, replica, self._shares, self._quorum, self._policy, self._port, generation)
         actor: Any = procs.spawn(name, ReplicaActor, *arguments, self._saved, self._committed, str(self._folder))
         state.supervisor, state.names = actor, frozenset({procs._layout.mesh, actor._ref.mesh})
         started: Future[Any] = actor.start.call_one()
@@ -429,6 +489,8 @@ class Run:
             raise RunFailedError(f"replica {item['replica']} refused a state, and the run was stopped: {item['error']}")
         elif kind == "host_lost":
             self._tell(lambda supervisor: supervisor.peer_lost.broadcast(item["replica"]))
+        elif kind == "quorum_refused":
+            raise RunFailedError(f"the run was stopped: {item['error']}")
         elif kind == "replica_lost":
             state.lost = True
             state.training = False
@@ -487,7 +549,9 @@ class Run:
                 state.names, state.supervisor = frozenset(), None
                 self._supervisor_failed(replica, state, failure)
                 return
-        if failure.mesh_name not in self._old_supervisors:
+        if failure.mesh_name == self._quorum_mesh:
+            self._quorum_failed(failure)
+        elif failure.mesh_name not in self._old_supervisors:
             raise RunFailedError(f"the run cannot continue without one of its own actors: {failure.report()}")
 
     def _supervisor_failed(self, replica: int, state: _ReplicaState, failure: MeshFailure) -> None:
@@ -495,6 +559,8 @@ class Run:
         if state.lost or len(state.finished) == self._config.procs_per_replica:
             logger.warning("the supervisor of replica %d, which has nothing left to do, has failed", replica)
             return
+        if not isinstance(self._quorum, str):
+            self._quorum.end.broadcast(replica, state.generation)  # nobody is to wait for it
         fields: dict[str, Any] = {"replica": replica, "generation": state.generation}
         cause = f"its supervisor failed, and its trainers ended with it: {failure.event.partition(chr(10))[0]}"
         self._take(

@@ -33,6 +33,7 @@ from monarch_slurm.controller import RestartBudget, RestartLimit
 from monarch_slurm.train.config import TrainConfig
 from monarch_slurm.train.events import Event, event
 from monarch_slurm.train.injection import FailureActor
+from monarch_slurm.train.quorum import MemberActor, QuorumActor
 from monarch_slurm.train.repeated import REPEATS, RepeatedErrors
 from monarch_slurm.train.saved import SavedState
 from monarch_slurm.train.trainer import PulseActor, TrainerActor
@@ -53,7 +54,15 @@ _PULSE_SECONDS = 0.5
 STOPS_RUN = "UntrustedStateError"
 """The error of the engine that ends the whole run: a replica was to get a state that no donor has announced."""
 
-NOT_RETRIED = ("ConfigError", "DataError", "NonFiniteLossError", "SavedStateError", "StateLostError", STOPS_RUN)
+NOT_RETRIED = (
+    "ConfigError",
+    "DataError",
+    "NonFiniteLossError",
+    "SavedStateError",
+    "StateLostError",
+    "UncommittedStepError",
+    STOPS_RUN,
+)
 """Errors of the engine that another start would only meet again."""
 
 
@@ -91,6 +100,8 @@ class _Generation:
     trainers: TrainerActor
     failures: FailureActor
     pulses: PulseActor
+    member: MemberActor | None
+    """Asks for quorums; None if TorchFT's Lighthouse forms them."""
     watchdog: Watchdog
     names: frozenset[str]
     step: int = 0
@@ -109,7 +120,7 @@ class ReplicaActor(Actor):
         config: the run.
         replica: its index.
         hosts: for each replica, the hosts of its trainers.
-        lighthouse: address of the Lighthouse.
+        quorum: the actor that forms the quorums, or the address of TorchFT's Lighthouse.
         policy: how often it may restart.
         events: where the events of the replica go, its trainers' included.
         first_generation: number of the first start of the trainers; earlier ones are taken if the run continues, or if
@@ -125,7 +136,7 @@ class ReplicaActor(Actor):
         config: TrainConfig,
         replica: int,
         hosts: list[HostMesh],
-        lighthouse: str,
+        quorum: QuorumActor | str,
         policy: RestartPolicy,
         events: Port[Event],
         first_generation: int = 0,
@@ -140,7 +151,9 @@ class ReplicaActor(Actor):
         self._hosts = hosts[self._replica]
         # Replicas that share hosts take consecutive GPUs there.
         self._slot = hosts[: self._replica].count(self._hosts)
-        self._lighthouse = lighthouse
+        self._lighthouse = quorum if isinstance(quorum, str) else ""
+        self._quorum = quorum if not isinstance(quorum, str) else None
+        self._quorum_moved = asyncio.Event()
         self._clock = AwakeClock()
         self._policy = policy
         self._events = events
@@ -211,6 +224,28 @@ class ReplicaActor(Actor):
         if generation is not None and not generation.over:
             generation.pulses.discard_save.broadcast(step)
 
+    @endpoint
+    async def quorum_moved(self, quorum: QuorumActor) -> None:
+        """Another actor forms the quorums from now on, which knows nothing yet: the one before has ended."""
+        self._quorum = quorum
+        self._quorum_moved.set()
+        generation = self._generation
+        if generation is None or generation.over:
+            quorum.end.broadcast(self._replica, self._next - 1)
+        else:
+            self._start_task(self._introduce(generation, quorum))
+
+    async def _introduce(self, generation: _Generation, quorum: QuorumActor) -> None:
+        """Register the present trainers at another quorum actor, and then have them ask there."""
+        try:
+            await quorum.register.call_one(self._replica, generation.number, self._committed_step)
+        except SupervisionError:
+            return  # it has ended, too, and the next one is about to come
+        if generation.over:
+            quorum.end.broadcast(self._replica, generation.number)
+        elif generation.member is not None:
+            generation.member.quorum_moved.broadcast(quorum)
+
     async def __supervise__(self, failure: MeshFailure) -> bool:
         """Restart the replica for a failure of its present trainers; failures of older ones are handled already."""
         generation = self._generation
@@ -256,11 +291,16 @@ class ReplicaActor(Actor):
         )
         failures = procs.spawn("failure", FailureActor)
         pulses = procs.spawn("pulse", PulseActor)
+        meshes: list[Any] = [trainers, failures, pulses]
+        member = None
+        if self._quorum is not None:
+            first = procs.flatten("rank").slice(rank=0)
+            member = first.spawn("member", MemberActor, self._replica, number, config.procs_per_replica, self._quorum)
+            meshes.append(member)
         now = self._clock.tick()
         watchdog = Watchdog(config.procs_per_replica, config.step_deadline, config.sync_deadline, now)
-        meshes: list[Any] = [trainers, failures, pulses]
         names = frozenset({procs._layout.mesh, *(mesh._ref.mesh for mesh in meshes)})
-        generation = _Generation(number, procs, trainers, failures, pulses, watchdog, names)
+        generation = _Generation(number, procs, trainers, failures, pulses, member, watchdog, names)
         self._generation = generation
         self._start_task(self._relay(generation, receiver))
         self._start_task(self._watch(generation))
@@ -270,13 +310,27 @@ class ReplicaActor(Actor):
 
     async def _begin(self, generation: _Generation) -> None:
         trainers = generation.trainers.flatten("rank")
+        await self._register(generation)
         address, port = "127.0.0.1", 0
         if self._config.procs_per_replica > 1:
             try:
                 address, port = await trainers.slice(rank=0).store_address.call_one()
             except SupervisionError:
                 return  # it has ended, which __supervise__ is told
-        trainers.train.broadcast(address, port)
+        trainers.train.broadcast(address, port, generation.member)
+
+    async def _register(self, generation: _Generation) -> None:
+        """Have the quorum actor know the trainers before they can ask it."""
+        while self._quorum is not None and not generation.over:
+            quorum = self._quorum
+            self._quorum_moved.clear()
+            try:
+                await quorum.register.call_one(self._replica, generation.number, self._committed_step)
+            except SupervisionError:
+                if self._quorum is quorum:
+                    await self._quorum_moved.wait()
+            else:
+                return
 
     async def _relay(self, generation: _Generation, receiver: PortReceiver[Event]) -> None:
         """Hand the trainers' events on, and look at them on the way."""
@@ -340,6 +394,8 @@ class ReplicaActor(Actor):
         if generation.over or self._stopped:
             return
         generation.over = True
+        if self._quorum is not None:
+            self._quorum.end.broadcast(self._replica, generation.number)  # nobody is to wait for it
         self._cause = cause
         failure, self._injected = self._injected, None
         lost_host = kind is FailureKind.HOST_LOST
@@ -439,7 +495,7 @@ class ReplicaActor(Actor):
 
 
 def _is_others_fault(cause: str) -> bool:
-    """Return whether a failure tells of the Lighthouse or of other replicas, so that it may come again and again."""
+    """Return whether a failure tells of quorums or of other replicas, so that it may come again and again."""
     return cause.startswith("QuorumError") or "no progress in phase 'sync'" in cause
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from typing import TYPE_CHECKING, Any
 
 from monarch_slurm.actor import Actor, Port, context, current_rank, endpoint
@@ -12,7 +11,9 @@ from monarch_slurm.train.addresses import listen
 from monarch_slurm.train.config import Place, TrainConfig
 from monarch_slurm.train.events import Event
 from monarch_slurm.train.injection import check_injected
+from monarch_slurm.train.quorum import MemberActor
 from monarch_slurm.train.saved import SavedState
+from monarch_slurm.train.versions import installed_versions
 
 if TYPE_CHECKING:
     from monarch_slurm.train.engine import Engine
@@ -28,7 +29,7 @@ class TrainerActor(Actor):
     Args:
         config: the run.
         replica: index of the replica; ``generation`` says how often it was started before.
-        lighthouse: address of the Lighthouse.
+        lighthouse: address of TorchFT's Lighthouse, if that forms the quorums.
         committed_step: the highest committed step that the supervisor has seen.
         first_device: index of the GPU of the first trainer of this replica on each of its hosts.
         events: where events go.
@@ -66,8 +67,14 @@ class TrainerActor(Actor):
             return self._address, int(probe.getsockname()[1])
 
     @endpoint
-    def train(self, store_address: str, store_port: int) -> None:
-        """Train until the run is done. What it raises ends this actor; its supervisor is told the traceback."""
+    def train(self, store_address: str, store_port: int, member: MemberActor | None) -> None:
+        """Train until the run is done. What it raises ends this actor; its supervisor is told the traceback.
+
+        Args:
+            store_address: IP address of the replica's rank 0.
+            store_port: port of its store there.
+            member: asks for quorums for the replica; None if TorchFT's Lighthouse forms them.
+        """
         global _engine
 
         rank = current_rank().rank
@@ -84,6 +91,7 @@ class TrainerActor(Actor):
             self._first_device + context().actor_instance.rank["gpus"],
             self._saved,
             self._folder,
+            member,
         )
         _engine = _engine_class(self._config.engine)(self._config, place, self._events.send, check_injected)
         _engine.run()
@@ -143,22 +151,5 @@ class LighthouseActor(Actor):
 
     @endpoint
     def versions(self) -> dict[str, str]:
-        """Return versions of what trains: Python, torch, torchft, the GPU runtime if there is one."""
-        import platform
-        from importlib.metadata import version
-
-        import torch
-
-        found = {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "torchft": version("torchft"),
-            "kernel": platform.release(),
-            "host": socket.gethostname(),
-        }
-        hip, cuda = getattr(torch.version, "hip", None), torch.version.cuda
-        if hip or cuda:
-            found["rocm" if hip else "cuda"] = str(hip or cuda)
-        if self._config.engine != "llama":
-            found[self._config.engine] = version(self._config.engine)
-        return found
+        """Return versions of what trains; see `installed_versions`."""
+        return installed_versions(self._config)
