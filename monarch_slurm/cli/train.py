@@ -7,13 +7,14 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 from click.core import ParameterSource
 
 from monarch_slurm.cli.slurm_options import job_arguments, job_options, names_of_job_options, wants_to_follow
 from monarch_slurm.errors import ConfigError
-from monarch_slurm.train.config import ENGINES, TrainConfig
+from monarch_slurm.train.config import ENGINES, TORCHFT, TrainConfig
 
 _DEFAULTS = TrainConfig()
 
@@ -21,6 +22,19 @@ _DEFAULTS = TrainConfig()
 def _seconds(context: click.Context, parameter: click.Parameter, value: float | None) -> float | None:
     if value is not None and not 0 < value < math.inf:
         raise click.BadParameter("a positive number of seconds expected")
+    return value
+
+
+def _lighthouse(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    if value is None or value == TORCHFT:
+        return value
+    parts = urlsplit(value)
+    try:
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
+    except ValueError:  # the port is no number
+        usable = False
+    if not usable or parts.path not in ("", "/"):
+        raise click.BadParameter(f"{value!r}: 'torchft' or a URL such as http://host:29510 expected")
     return value
 
 
@@ -57,6 +71,14 @@ def _rate(context: click.Context, parameter: click.Parameter, value: float) -> f
     default=_DEFAULTS.replica_backend,
     show_default=True,
     help="What reduces between replicas: gloo over the hosts, or RCCL/NCCL (ccl) from GPU to GPU.",
+)
+@click.option(
+    "--lighthouse",
+    callback=_lighthouse,
+    metavar="torchft|URL",
+    help="Let TorchFT's Lighthouse form the quorums: one that the run starts ('torchft'), or the one at a URL such as "
+    "http://host:29510. Whoever reaches its ports, or those that TorchFT then opens on every node, can stop the run, "
+    "read its state and poison it  [default: the run forms them, over its own encrypted messages]",
 )
 @click.option("--model", default=_DEFAULTS.model, show_default=True, help="Name of a model configuration.")
 @click.option("--data", type=click.Path(), help="Text file or folder [default: the Python standard library's source].")
@@ -260,6 +282,7 @@ _CONFIG_OPTIONS = (
     "save_every",
     "keep_saves",
     "replica_backend",
+    "lighthouse",
     "engine",
     "engine_options",
 )

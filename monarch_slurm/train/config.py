@@ -39,7 +39,7 @@ class TrainConfig:
         eval_batches: batches of the held-out text behind each reported validation loss.
         seed: seed of parameters, sampler and failure schedule.
         threads: CPU threads of one trainer proc; 0 leaves it to torch.
-        lighthouse: who forms the quorums. Empty: the run itself, over the job's messages. ``torchft``: TorchFT's
+        lighthouse: who forms the quorums. None: the run itself, over the job's messages. ``torchft``: TorchFT's
             Lighthouse, which the run starts. A URL: TorchFT's Lighthouse there. What is TorchFT's answers everybody
             who can reach its ports.
         heartbeat_timeout: seconds without a heartbeat after which TorchFT's Lighthouse leaves a replica out.
@@ -80,7 +80,7 @@ class TrainConfig:
     eval_batches: int = 8
     seed: int = 0
     threads: int = 1
-    lighthouse: str = ""
+    lighthouse: str | None = None
     heartbeat_timeout: float = 0.5
     heartbeat_interval: float = 0.05
     join_timeout: float = 10.0

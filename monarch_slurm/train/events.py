@@ -28,7 +28,9 @@ From the manager and the replica supervisors:
 - ``run_started``: ``run``, ``config``, ``hosts``, ``versions``, ``step`` (manager step that it goes on from), ``job``
   (Slurm's number or None); once for each start of a run. ``run_finished``: ``ok`` (bool), ``reason``
 - ``state_saved``: ``step``: a whole state is on the disk, from which the run can go on
-- ``lighthouse``: ``address``
+- ``quorum_service``: ``epoch``: an actor that forms quorums was started; ``cause`` (text) if the one before has failed
+- ``quorum_refused``: ``error``: a member claims a state that nobody can have, and the run stops
+- ``lighthouse``: ``address``: TorchFT's Lighthouse forms the quorums
 - ``injected``: ``failure`` (running number), ``type`` (``kill``, ``segfault``, ``exception``, ``hang``), ``rank``
 - ``detected``: ``failure`` (None if it was not injected), ``cause`` (text), ``host``, ``proc``, ``rank``, ``exit``
   (text such as ``"Killed(sig=9)"``), ``traceback`` (or None), ``stderr_tail`` (list of lines)

@@ -135,7 +135,7 @@ class LiveView:
             ("train loss", _loss(s.train_loss)),
             ("val loss", _loss(s.eval_loss)),
             ("participants", f"{units.MISSING if s.participants is None else s.participants}/{self.config.replicas}"),
-            ("quorum", f"{units.MISSING if s.quorum_id is None else s.quorum_id}"),
+            ("quorum", units.MISSING if s.quorum_id is None else units.quorum(s.quorum_id)),
             ("failures", f"{s.failures}, {s.recoveries} recovered"),
         )
         rows = [cells] if self.console.width >= _WIDE else [cells[:4], cells[4:]]

@@ -136,6 +136,10 @@ class RunState:
         cause = units.one_line(event.get("cause"))
         return [Notice(t, "bad", f"{text}: {cause}" if cause else text)]
 
+    def _on_quorum_service(self, t: float, event: dict[str, Any]) -> list[Notice]:
+        cause = units.one_line(event.get("cause"))
+        return [Notice(t, "warn", f"another process forms the quorums: {cause}")] if cause else []
+
     def _on_state_saved(self, t: float, event: dict[str, Any]) -> list[Notice]:
         return [Notice(t, "info", f"saved at sync {units.index(event.get('step'), 0)}")]
 

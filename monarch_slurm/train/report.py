@@ -271,9 +271,9 @@ def _marks(index: EventIndex, start: float) -> list[dict[str, Any]]:
     """Return what else befell the run as a whole, for the text of the report."""
     return [
         {"kind": e["kind"], "t": float(e["t"]) - start, "replica": e.get("replica"), "host": e.get("host"),
-         "text": e.get("reason") or e.get("cause") or e.get("level")}
-        for e in index.kind("escalated", "replica_lost", "host_lost")
-        if e["kind"] != "replica_lost" or index.is_last_word(e)
+         "text": e.get("reason") or e.get("cause") or e.get("level") or e.get("error")}
+        for e in index.kind("escalated", "replica_lost", "host_lost", "quorum_service", "quorum_refused")
+        if (e["kind"] != "replica_lost" or index.is_last_word(e)) and (e["kind"] != "quorum_service" or e.get("cause"))
     ]  # fmt: skip
 
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from monarch_slurm.train.quorum_state import EPOCH_SHIFT
+
 MISSING = "\u2013"
 """Stands for a number that is not known."""
 
@@ -129,3 +131,9 @@ def _multiples(low: float, high: float, step: float) -> Iterator[float]:
     last = math.floor(high / step + 1e-9)
     for i in range(first, last + 1):
         yield round(i * step, 12)
+
+
+def quorum(number: int) -> str:
+    """Return the id of a quorum for people: ``7``, or ``2.7`` if it is of the second actor that took another's place."""
+    epoch, count = number >> EPOCH_SHIFT, number & ((1 << EPOCH_SHIFT) - 1)
+    return f"{epoch}.{count}" if epoch else f"{count}"
