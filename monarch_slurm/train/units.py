@@ -134,6 +134,6 @@ def _multiples(low: float, high: float, step: float) -> Iterator[float]:
 
 
 def quorum(number: int) -> str:
-    """Return the id of a quorum for people: ``7``, or ``2.7`` if it is of the second actor that took another's place."""
+    """Return the id of a quorum for people: ``7``, or ``2.7`` if two actors had formed quorums before."""
     epoch, count = number >> EPOCH_SHIFT, number & ((1 << EPOCH_SHIFT) - 1)
     return f"{epoch}.{count}" if epoch else f"{count}"

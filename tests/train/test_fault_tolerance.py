@@ -1,4 +1,4 @@
-"""The Lighthouse, and what is done to TorchFT's manager; `test_engine` has the rest, in real runs."""
+"""TorchFT's own Lighthouse, and what is done to its manager; `test_engine` has the rest, in real runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from datetime import timedelta
 import pytest
 
 from monarch_slurm.errors import ConfigError
-from monarch_slurm.train import fault_tolerance
 from monarch_slurm.train.config import Place, TrainConfig
 from monarch_slurm.train.fault_tolerance import QuorumError, ReplicaManager, start_lighthouse
 from monarch_slurm.train.replica import open_replica
 from monarch_slurm.train.transfer import StateTransport, UntrustedStateError
 
 CONFIG = TrainConfig(replicas=2)
-torchft_manager = fault_tolerance.torchft.manager  # torchft reads its log level when it is first imported
 
 
 def test_lighthouse_is_reached_by_address() -> None:
@@ -41,23 +39,11 @@ def test_lighthouse_without_a_usable_address(address: str, text: str) -> None:
         start_lighthouse(address, CONFIG)
 
 
-def test_a_manager_leaves_torchft_as_it_was() -> None:
-    server, url = start_lighthouse("127.0.0.1", CONFIG)
-    original = torchft_manager.ManagerServer
-    place = Place(0, 0, 1, 0, url)
-    manager = ReplicaManager(CONFIG, place, open_replica(place, 5.0), lambda *_, **__: None, lambda: None, {})
-    assert torchft_manager.ManagerServer is original
-    manager.close()
-    server.shutdown()
-
-
 def test_a_lighthouse_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("monarch_slurm.train.fault_tolerance._CONNECT_TIMEOUT", 0.2)
-    original = torchft_manager.ManagerServer
     place = Place(0, 0, 1, 0, "http://127.0.0.1:1")
     with pytest.raises(QuorumError, match=r"cannot reach the Lighthouse.*127\.0\.0\.1:1"):
         ReplicaManager(CONFIG, place, open_replica(place, 5.0), lambda *_, **__: None, lambda: None, {})
-    assert torchft_manager.ManagerServer is original
 
 
 @pytest.mark.parametrize("lighthouse_dies", [False, True])

@@ -1,4 +1,4 @@
-"""Whole runs on this machine: real trainers, TorchFT's Lighthouse, real kills."""
+"""Whole runs on this machine: real trainers, real kills."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def proc_named(process: subprocess.Popen[str], name: str) -> psutil.Process | No
     """The proc of the run that is called so."""
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if name in child.name() or name in " ".join(child.cmdline()):
+            if f"monarch_slurm proc {name}-" in " ".join(child.cmdline()):
                 return child
     return None
 
@@ -298,8 +298,38 @@ def test_a_killed_supervisor_is_started_again_and_its_replica_comes_back(tmp_pat
     assert not left_behind(tmp_path)
 
 
-def test_a_run_that_loses_the_lighthouse_saves_and_tells_how_to_continue(tmp_path: Path) -> None:
-    options = ["--replicas", "2", "--sync-every", "5", *PATIENT]
+def test_a_run_goes_on_when_who_forms_its_quorums_is_killed_and_a_replica_with_it(tmp_path: Path) -> None:
+    process = start(tmp_path, "--replicas", "3", "--sync-every", "5", *PATIENT, "--tokens", "100000000")
+    wait_for_syncs(tmp_path, process, 3)
+    for name in ("quorum", "quorum", "trainer1"):  # between two quorums or in the middle of one, as it comes
+        wait_until(lambda: proc_named(process, "trainer2"), "the trainer to be started again")
+        victims = [proc_named(process, name)] + [proc_named(process, "trainer2")] * (name == "quorum")
+        for victim in victims:
+            assert victim is not None
+            victim.kill()
+        killed = time.time()
+
+        def recovered(killed: float = killed) -> bool:
+            found = [e for e in journal(tmp_path) if e["kind"] == "sync" and e["committed"] and e["t"] > killed]
+            return {e["replica"] for e in found if e["participants"] == 3} == {0, 1, 2}
+
+        wait_until(recovered, "all replicas to commit again", 240)
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    assert "another process forms the quorums" in output
+    found = journal(tmp_path)
+    assert [e["epoch"] for e in found if e["kind"] == "quorum_service"] == [0, 1, 2]
+    assert not [e for e in found if e["kind"] in ("replica_lost", "quorum_refused")]
+    ids = [e["quorum_id"] for e in found if e["kind"] == "quorum" and e["replica"] == 0]
+    assert ids == sorted(ids)
+    assert all(failure["state_equal"] is not False for failure in report_in(tmp_path)["failures"])
+    assert not left_behind(tmp_path)
+
+
+def test_a_run_that_loses_torchfts_lighthouse_saves_and_tells_how_to_continue(tmp_path: Path) -> None:
+    options = ["--replicas", "2", "--sync-every", "5", *PATIENT, "--lighthouse", "torchft"]
     process = start(tmp_path, *options, "--tokens", "100000000")
     wait_for_syncs(tmp_path, process, 3)
     lighthouse = proc_named(process, "lighthouse")
