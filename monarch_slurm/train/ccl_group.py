@@ -12,7 +12,9 @@ import torch
 from monarch_slurm.collectives.torchft import ProcessGroupMonarch
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.native_build import load_native
+from monarch_slurm.train.meeting import Meeting
 from monarch_slurm.train.native_modules import MODULES
+from monarch_slurm.train.torchft_manager import connect
 
 
 class CclReplicaGroup(ProcessGroupMonarch):
@@ -24,6 +26,7 @@ class CclReplicaGroup(ProcessGroupMonarch):
     Args:
         timeout: seconds that a collective may take.
         connect_timeout: seconds that the members of a new quorum may take to connect to one another.
+        meeting: where they meet.
 
     Attributes:
         quorum_id: number of the quorum that the group was last made for; -1 before the first.
@@ -32,7 +35,8 @@ class CclReplicaGroup(ProcessGroupMonarch):
         ConfigError: this process has no GPU.
     """
 
-    def __init__(self, timeout: float, connect_timeout: float) -> None:
+    def __init__(self, timeout: float, connect_timeout: float, meeting: Meeting) -> None:
+        self.meeting = meeting
         if not torch.cuda.is_available():
             raise ConfigError("--replica-backend ccl: RCCL and NCCL move memory of GPUs, and there is no GPU here")
         for name in MODULES:  # now, and not in the first quorum, where all peers would wait for the compiler
@@ -45,7 +49,10 @@ class CclReplicaGroup(ProcessGroupMonarch):
         """Connect to the members of a new quorum."""
         self._running.clear()
         self.quorum_id = named["quorum_id"] if "quorum_id" in named else more[0]
-        super().configure(store_addr, replica_id, rank, world_size, *more, **named)
+        if self.meeting.store is None:
+            super().configure(store_addr, replica_id, rank, world_size, *more, **named)
+        else:
+            connect(self, self.meeting.begin(store_addr), rank, world_size)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Begin to reduce over the members; `hang_up` ends it."""

@@ -129,6 +129,8 @@ class Place:
         committed_step: the highest ``step`` of a committed sync that the supervisor has seen in the run so far. A
             trainer that meets a quorum which knows less raises instead of training from the start again.
         member: the actor of the replica that asks for quorums; None if ``lighthouse`` forms them.
+        store: the actor of the replica in whose keys its ranks, and those of peers, can meet; None: they meet at TCP
+            stores.
     """
 
     replica: int
@@ -144,3 +146,4 @@ class Place:
     saved: SavedState | None = None
     folder: str = ""
     member: Any = None
+    store: Any = None

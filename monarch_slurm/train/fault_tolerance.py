@@ -38,6 +38,7 @@ from monarch_slurm.train import state
 from monarch_slurm.train.addresses import in_url
 from monarch_slurm.train.config import Place, TrainConfig
 from monarch_slurm.train.group import ReplicaGroup
+from monarch_slurm.train.meeting import Meeting
 from monarch_slurm.train.quorum import RankAsk
 from monarch_slurm.train.quorum_client import QuorumClient
 from monarch_slurm.train.quorum_rules import RankQuorum
@@ -158,7 +159,7 @@ class ReplicaManager(Manager):
         self._quorums: _JobQuorums | _LighthouseQuorums | None = None
         transport: Any = self.transport
         if place.member is not None:
-            self._quorums = self._job_quorums(replica, while_waiting)
+            self._quorums = self._job_quorums(while_waiting)
         else:
             transport = TorchftKeys(transport, lambda: self._quorums.rank if self._quorums is not None else 0)
         try:
@@ -313,19 +314,21 @@ class ReplicaManager(Manager):
             self._quorums.leave()
         self.shutdown(wait=False)
 
-    def _job_quorums(self, replica: Replica, while_waiting: Callable[[], None]) -> _JobQuorums:
+    def _job_quorums(self, while_waiting: Callable[[], None]) -> _JobQuorums:
         place = self._place
-        address = f"{in_url(place.store_address if place.world_size > 1 else place.address)}:{replica.port}"
-        client = QuorumClient(place.member, place.rank, place.world_size, address, while_waiting, _WAITING_TICK)
-        return _JobQuorums(client, place.committed_step, self.transport, self._config.collective_timeout)
+        client = QuorumClient(place.member, place.rank, place.world_size, while_waiting, _WAITING_TICK)
+        return _JobQuorums(client, place.committed_step, self.group, self.transport, self._config.collective_timeout)
 
 
 def _replica_group(config: TrainConfig, place: Place) -> Any:
     if config.replica_backend == "ccl":
         from monarch_slurm.train.ccl_group import CclReplicaGroup
 
-        return CclReplicaGroup(config.collective_timeout, config.connect_timeout)
-    return ReplicaGroup(place.address, config.collective_timeout, config.connect_timeout)
+        return CclReplicaGroup(
+            config.collective_timeout, config.connect_timeout, Meeting(place.store, config.connect_timeout)
+        )
+    meeting = Meeting(place.store, config.connect_timeout)
+    return ReplicaGroup(place.address, config.collective_timeout, config.connect_timeout, meeting)
 
 
 def make_diloco(
@@ -347,6 +350,7 @@ class _JobQuorums:
     Args:
         client: asks for them.
         committed_step: committed syncs of the run when this trainer started.
+        group: is told where the members of a quorum meet.
         transport: is told the keys of the transfers that a quorum brings.
         timeout: seconds that a donor may take to hash what it sends.
 
@@ -355,9 +359,11 @@ class _JobQuorums:
         rank: of this replica in it.
     """
 
-    def __init__(self, client: QuorumClient, committed_step: int, transport: StateTransport, timeout: float) -> None:
+    def __init__(
+        self, client: QuorumClient, committed_step: int, group: Any, transport: StateTransport, timeout: float
+    ) -> None:
         self._client, self._committed_step = client, committed_step
-        self._transport, self._timeout = transport, timeout
+        self._group, self._transport, self._timeout = group, transport, timeout
         self.up_to_date = self.rank = 0
 
     def ask(
@@ -371,6 +377,7 @@ class _JobQuorums:
         answer = self._client.quorum(RankAsk(step, metadata, shrink_only, commit_failures), timeout)
         _check_not_lost(self._committed_step, answer.rank.max_step)
         self.up_to_date, self.rank = answer.rank.max_world_size, answer.rank.replica_rank
+        self._group.meeting.store = answer.rank.store_address
         step, serial, donor = answer.rank.max_step, answer.serial, answer.donor
         if answer.keys.send:
             self._transport.admit(step, answer.keys.send)

@@ -17,6 +17,9 @@ os.environ.setdefault("RUST_LOG", "warn")
 
 from torchft.process_group import ProcessGroupGloo
 
+from monarch_slurm.train.meeting import Meeting
+from monarch_slurm.train.torchft_manager import connect
+
 
 class _Work:
     """A collective under way, which can be let go of although TorchFT still refers to it, or waits in it."""
@@ -52,12 +55,19 @@ class ReplicaGroup(ProcessGroupGloo):  # type: ignore[misc]  # torchft has no ty
     which lets the failure run round the ring in milliseconds. Gloo has no call for that; it closes its sockets when
     the last reference to any of its collectives is gone, hence `_Work`.
 
+    Args:
+        address: IP address that the sockets are bound to.
+        timeout: seconds that a collective may take.
+        connect_timeout: seconds that the members of a new quorum may take to connect to one another.
+        meeting: where they meet.
+
     Attributes:
         quorum_id: number of the quorum that the group was last made for; -1 before the first.
     """
 
-    def __init__(self, address: str, timeout: float, connect_timeout: float) -> None:
+    def __init__(self, address: str, timeout: float, connect_timeout: float, meeting: Meeting) -> None:
         super().__init__(timeout=timedelta(seconds=timeout))
+        self.meeting = meeting
         self._address = address
         self._connect_timeout = timedelta(seconds=connect_timeout)
         self._works: list[_Work] = []
@@ -69,7 +79,10 @@ class ReplicaGroup(ProcessGroupGloo):  # type: ignore[misc]  # torchft has no ty
         self.hang_up()
         self._left = [left for left in self._left if not all(inner.is_completed() for inner in left[1])]
         self.quorum_id = named["quorum_id"] if "quorum_id" in named else more[0]
-        super().configure(store_addr, replica_id, rank, world_size, *more, **named)
+        if self.meeting.store is None:
+            super().configure(store_addr, replica_id, rank, world_size, *more, **named)
+        else:
+            connect(self, self.meeting.begin(store_addr), rank, world_size)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Begin to reduce over the members; `hang_up` cancels it."""

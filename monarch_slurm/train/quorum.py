@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from monarch_slurm.actor import Actor, Port, SupervisionError, endpoint
+from monarch_slurm.collectives import StoreActor
 from monarch_slurm.train.config import TrainConfig
 from monarch_slurm.train.events import Event, event
 from monarch_slurm.train.quorum_rules import Member, Quorum, RankQuorum, for_rank
@@ -191,12 +192,15 @@ class MemberActor(Actor):
         generation: how often it was started before.
         ranks: number of its ranks.
         quorum: the actor that decides.
+        store: where ranks of its peers can meet to connect.
     """
 
-    def __init__(self, replica: int, generation: int, ranks: int, quorum: QuorumActor) -> None:
+    def __init__(
+        self, replica: int, generation: int, ranks: int, quorum: QuorumActor, store: StoreActor | None = None
+    ) -> None:
         self._replica, self._generation, self._ranks = replica, generation, ranks
         self._id = member_name(replica, generation)
-        self._quorum = quorum
+        self._quorum, self._store = quorum, store
         self._moved = asyncio.Event()
         self._asks: dict[int, tuple[Port[RankAnswer], RankAsk]] = {}
         self._votes: dict[int, tuple[Port[bool], bool]] = {}
@@ -212,12 +216,12 @@ class MemberActor(Actor):
         self._moved.set()
 
     @endpoint(explicit_response_port=True)  # type: ignore[untyped-decorator]
-    async def quorum(self, port: Port[RankAnswer], rank: int, ask: RankAsk, store_address: str) -> None:
+    async def quorum(self, port: Port[RankAnswer], rank: int, ask: RankAsk) -> None:
         """Answer with the next quorum, once all ranks have asked and it has formed."""
         self._asks[rank] = port, ask
         if len(self._asks) == self._ranks:
             asks, self._asks = self._asks, {}
-            self._start(self._ask_for_all(asks, store_address))
+            self._start(self._ask_for_all(asks))
 
     @endpoint(explicit_response_port=True)  # type: ignore[untyped-decorator]
     async def should_commit(self, port: Port[bool], rank: int, vote: bool) -> None:
@@ -244,7 +248,7 @@ class MemberActor(Actor):
         """The replica takes part no more: nobody is to wait for it."""
         self._quorum.end.broadcast(self._replica, self._generation)
 
-    async def _ask_for_all(self, asks: dict[int, tuple[Port[RankAnswer], RankAsk]], store_address: str) -> None:
+    async def _ask_for_all(self, asks: dict[int, tuple[Port[RankAnswer], RankAsk]]) -> None:
         ranks = [ask for _, (_, ask) in sorted(asks.items())]
         member = Member(
             self._id,
@@ -252,7 +256,7 @@ class MemberActor(Actor):
             self._ranks,
             any(ask.shrink_only for ask in ranks),
             max(ask.commit_failures for ask in ranks),
-            store_address,
+            self._store,
             tuple(ask.metadata for ask in ranks),
         )
         try:

@@ -18,7 +18,6 @@ class QuorumClient:
         member: the actor of the replica.
         rank: number of the rank.
         ranks: how many the replica has.
-        store_address: where the peers' ranks can meet, if this replica has the newest state.
         while_waiting: called every ``tick`` seconds while a quorum is waited for, on the thread that waits.
         tick: seconds.
     """
@@ -28,12 +27,10 @@ class QuorumClient:
         member: MemberActor,
         rank: int,
         ranks: int,
-        store_address: str,
         while_waiting: Callable[[], None],
         tick: float,
     ) -> None:
         self._member, self._rank, self._ranks = member, rank, ranks
-        self._store_address = store_address
         self._while_waiting, self._tick = while_waiting, tick
         self._context = contextvars.copy_context()  # TorchFT asks on a thread of its own, which belongs to no actor
 
@@ -46,7 +43,7 @@ class QuorumClient:
             UncommittedStepError: the run cannot have committed the step that is claimed.
             SupervisionError: the proc of rank 0 has ended.
         """
-        future = self._call(self._member.quorum, self._rank, ask, self._store_address)
+        future = self._call(self._member.quorum, self._rank, ask)
         end = time.monotonic() + timeout.total_seconds()
         while True:
             left = end - time.monotonic()

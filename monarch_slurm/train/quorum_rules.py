@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Member:
         world_size: its ranks.
         shrink_only: do not take replicas into the quorum that were not in the one before.
         commit_failures: syncs in a row that it could not commit.
-        store_address: ``host:port/prefix`` of the store where its peers can meet.
+        store: where its peers can meet; only handed on.
         metadata: for each of its ranks, how the state of that rank can be fetched. Left out of quorums in which all
             members have the same state.
     """
@@ -32,7 +33,7 @@ class Member:
     world_size: int = 1
     shrink_only: bool = False
     commit_failures: int = 0
-    store_address: str = ""
+    store: Any = None
     metadata: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
 
@@ -153,7 +154,7 @@ class RankQuorum:
         heal: the rank has to get the state of a donor.
         recover_src_replica_rank: place of the donor; None if it needs none.
         recover_dst_replica_ranks: places of those to whom this rank is the donor.
-        store_address: where the ranks of this number meet to connect.
+        store_address: where the ranks of this number meet to connect, `Member.store`.
         replica_ids: `Quorum.ids`.
     """
 
@@ -166,7 +167,7 @@ class RankQuorum:
     heal: bool
     recover_src_replica_rank: int | None
     recover_dst_replica_ranks: list[int]
-    store_address: str
+    store_address: Any
     replica_ids: list[str]
 
 
@@ -213,6 +214,6 @@ def for_rank(quorum: Quorum, name: str, rank: int, init_sync: bool = False) -> R
         heal=place in assigned,
         recover_src_replica_rank=assigned.get(place),
         recover_dst_replica_ranks=[receiver for receiver, donor in assigned.items() if donor == place],
-        store_address=newest[rank % len(newest)].store_address,
+        store_address=newest[rank % len(newest)].store,
         replica_ids=list(quorum.ids),
     )

@@ -8,9 +8,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from monarch_slurm.collectives.job_store import JobStore
 from monarch_slurm.train.addresses import interface_of, listen
 from monarch_slurm.train.config import Place
 
@@ -21,15 +22,16 @@ class Replica:
 
     Attributes:
         device: where the rank computes.
-        store: the replica's key-value store; rank 0 serves it on its own address only.
-        port: its port.
+        port: of the replica's TCP store, which rank 0 serves on its own address only; 0 if the ranks meet in the keys
+            of an actor.
         mesh: the ranks as a one-dimensional mesh that parameters are sharded over; None if there is one rank.
+        store: the replica's, which ends when nothing refers to it any more.
     """
 
     device: torch.device
-    store: TCPStore
     port: int
     mesh: DeviceMesh | None
+    store: Store | None = None
 
     def sum(self, values: list[float]) -> list[float]:
         """Return the sums of ``values`` over the ranks; every rank has to call it."""
@@ -58,10 +60,15 @@ def open_replica(place: Place, timeout: float, *, always_group: bool = False) ->
     """
     device = _device(place)
     wait = timedelta(seconds=timeout)
-    if place.world_size == 1:
+    store: Store
+    if place.store is not None:
+        if place.world_size == 1 and not always_group:
+            return Replica(device, 0, None)
+        store = PrefixStore("replica", JobStore(place.store, wait))
+    elif place.world_size == 1:
         store = _serve_store(place.address, 0, 1, wait)
         if not always_group:
-            return Replica(device, store, store.port, None)
+            return Replica(device, store.port, None, store)
     elif place.rank == 0:
         store = _serve_store(place.store_address, place.store_port, place.world_size, wait)
     else:
@@ -79,7 +86,7 @@ def open_replica(place: Place, timeout: float, *, always_group: bool = False) ->
         device_id=device if device.type == "cuda" else None,
     )
     mesh = init_device_mesh(device.type, (place.world_size,))
-    return Replica(device, store, store.port, mesh)
+    return Replica(device, store.port if isinstance(store, TCPStore) else 0, mesh, store)
 
 
 def _device(place: Place) -> torch.device:

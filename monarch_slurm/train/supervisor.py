@@ -29,6 +29,7 @@ from monarch_slurm.actor import (
 )
 from monarch_slurm.actor.errors import format_exception
 from monarch_slurm.actor.stand_ins import ASKED_FOR
+from monarch_slurm.collectives import StoreActor
 from monarch_slurm.controller import RestartBudget, RestartLimit
 from monarch_slurm.train.config import TrainConfig
 from monarch_slurm.train.events import Event, event
@@ -102,6 +103,8 @@ class _Generation:
     pulses: PulseActor
     member: MemberActor | None
     """Asks for quorums; None if TorchFT's Lighthouse forms them."""
+    store: StoreActor | None
+    """Where ranks meet; None if TorchFT's Lighthouse forms quorums."""
     watchdog: Watchdog
     names: frozenset[str]
     step: int = 0
@@ -292,15 +295,17 @@ class ReplicaActor(Actor):
         failures = procs.spawn("failure", FailureActor)
         pulses = procs.spawn("pulse", PulseActor)
         meshes: list[Any] = [trainers, failures, pulses]
-        member = None
+        member = store = None
         if self._quorum is not None:
             first = procs.flatten("rank").slice(rank=0)
-            member = first.spawn("member", MemberActor, self._replica, number, config.procs_per_replica, self._quorum)
-            meshes.append(member)
+            store = first.spawn("store", StoreActor)
+            arguments = (self._replica, number, config.procs_per_replica, self._quorum, store)
+            member = first.spawn("member", MemberActor, *arguments)
+            meshes += [member, store]
         now = self._clock.tick()
         watchdog = Watchdog(config.procs_per_replica, config.step_deadline, config.sync_deadline, now)
         names = frozenset({procs._layout.mesh, *(mesh._ref.mesh for mesh in meshes)})
-        generation = _Generation(number, procs, trainers, failures, pulses, member, watchdog, names)
+        generation = _Generation(number, procs, trainers, failures, pulses, member, store, watchdog, names)
         self._generation = generation
         self._start_task(self._relay(generation, receiver))
         self._start_task(self._watch(generation))
@@ -312,12 +317,12 @@ class ReplicaActor(Actor):
         trainers = generation.trainers.flatten("rank")
         await self._register(generation)
         address, port = "127.0.0.1", 0
-        if self._config.procs_per_replica > 1:
+        if self._config.procs_per_replica > 1 and generation.store is None:
             try:
                 address, port = await trainers.slice(rank=0).store_address.call_one()
             except SupervisionError:
                 return  # it has ended, which __supervise__ is told
-        trainers.train.broadcast(address, port, generation.member)
+        trainers.train.broadcast(address, port, generation.member, generation.store)
 
     async def _register(self, generation: _Generation) -> None:
         """Have the quorum actor know the trainers before they can ask it."""

@@ -16,7 +16,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
@@ -25,7 +24,7 @@ from typing import Any, Protocol
 os.environ.setdefault("RUST_LOG", "warn")
 
 import torchft.manager
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torchft.coordination import LighthouseServer as LighthouseServer
 
 from monarch_slurm.errors import MonarchSlurmError
@@ -98,7 +97,7 @@ class _Client:
             commit_failures=commit_failures,
             timeout=timeout,
         )
-        return SimpleNamespace(**asdict(quorum), recover_src_manager_address=_Donor(metadata))
+        return SimpleNamespace(**vars(quorum), recover_src_manager_address=_Donor(metadata))
 
     def should_commit(self, group_rank: int, step: int, should_commit: bool, timeout: timedelta) -> bool:
         return self._quorums.should_commit(should_commit, timeout)
@@ -221,6 +220,19 @@ class Manager(_copy.Manager):  # type: ignore[misc, name-defined]  # torchft has
     def wrap_client(self, wrap: Callable[[Any], Any]) -> None:
         """Put ``wrap(client)`` in the place of TorchFT's client of its own server."""
         self._client = wrap(self._client)
+
+
+def connect(group: Any, store: Store, rank: int, world_size: int) -> None:
+    """Connect a process group to its members, who meet at ``store``; its own ``configure`` would take a TCP store.
+
+    Args:
+        group: a ``torchft.process_group.ProcessGroupWrapper`` that wraps no other one.
+        store: the same for all members.
+        rank: of this member.
+        world_size: number of members.
+    """
+    group.abort(errored=False)
+    group._pg = group._create_pg(store, rank, world_size)
 
 
 def on_a_free_port(start: Callable[[int], Any]) -> Any:

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from monarch_slurm.actor import Actor, Port, context, current_rank, endpoint
+from monarch_slurm.collectives import StoreActor
 from monarch_slurm.host import ADDRESS_VARIABLE
 from monarch_slurm.train.addresses import listen
 from monarch_slurm.train.config import Place, TrainConfig
@@ -67,13 +68,14 @@ class TrainerActor(Actor):
             return self._address, int(probe.getsockname()[1])
 
     @endpoint
-    def train(self, store_address: str, store_port: int, member: MemberActor | None) -> None:
+    def train(self, store_address: str, store_port: int, member: MemberActor | None, store: StoreActor | None) -> None:
         """Train until the run is done. What it raises ends this actor; its supervisor is told the traceback.
 
         Args:
             store_address: IP address of the replica's rank 0.
             store_port: port of its store there.
             member: asks for quorums for the replica; None if TorchFT's Lighthouse forms them.
+            store: where ranks meet instead of at the replica's TCP store; None if TorchFT's Lighthouse forms quorums.
         """
         global _engine
 
@@ -92,6 +94,7 @@ class TrainerActor(Actor):
             self._saved,
             self._folder,
             member,
+            store,
         )
         _engine = _engine_class(self._config.engine)(self._config, place, self._events.send, check_injected)
         _engine.run()

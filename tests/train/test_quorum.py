@@ -59,14 +59,14 @@ class Members:
         """Do what a supervisor does."""
         procs = this_host().spawn_procs(name=f"member{replica}")
         self.procs.append(procs)
-        arguments = (replica, generation, self.config.procs_per_replica, self.quorum)
+        arguments = (replica, generation, self.config.procs_per_replica, self.quorum, f"store {replica}")
         self.members[replica] = procs.spawn("member", MemberActor, *arguments)
         self.generations[replica] = generation
         self.quorum.register.call_one(replica, generation, committed).get(DEADLINE)
 
     def ask(self, replica: int, step: int = 0, rank: int = 0, failures: int = 0) -> Future[RankAnswer]:
         ask = RankAsk(step, f"state of {replica} {rank}", False, failures)
-        future: Future[RankAnswer] = self.members[replica].quorum.call_one(rank, ask, f"store {replica}")
+        future: Future[RankAnswer] = self.members[replica].quorum.call_one(rank, ask)
         return future
 
     def all_ask(self, step: int = 0) -> list[RankAnswer]:
@@ -136,7 +136,7 @@ def test_ranks_of_a_replica_ask_together_and_decide_together(members: Any) -> No
 def test_a_client_asks_on_any_thread_and_does_something_while_it_waits(members: Any) -> None:
     run = members(replicas=2)
     waited: list[int] = []
-    clients = [QuorumClient(run.members[replica], 0, 1, "", lambda: waited.append(1), 0.01) for replica in (0, 1)]
+    clients = [QuorumClient(run.members[replica], 0, 1, lambda: waited.append(1), 0.01) for replica in (0, 1)]
     timeout = timedelta(seconds=DEADLINE)
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(clients[0].quorum, RankAsk(0, "", False, 0), timeout)
@@ -150,7 +150,7 @@ def test_a_client_asks_on_any_thread_and_does_something_while_it_waits(members: 
 
 def test_a_receiver_is_told_the_hash_that_its_donor_has_announced(members: Any) -> None:
     run = members(replicas=2)
-    (donor, receiver) = (QuorumClient(run.members[replica], 0, 1, "", lambda: None, 0.1) for replica in (0, 1))
+    (donor, receiver) = (QuorumClient(run.members[replica], 0, 1, lambda: None, 0.1) for replica in (0, 1))
     serial = run.all_ask()[0].serial
     with ThreadPoolExecutor(1) as pool:
         told = pool.submit(receiver.announced, serial, member_name(0, 0), DEADLINE)
@@ -169,7 +169,7 @@ def test_a_member_that_no_supervisor_has_started_is_refused(members: Any) -> Non
     run = members()
     stranger = run.procs[-1].spawn("stranger", MemberActor, 1, 5, 1, run.quorum)
     with pytest.raises(MemberRefusedError, match="replica_000001:5 may not take part"):
-        stranger.quorum.call_one(0, RankAsk(0, "", False, 0), "").get(DEADLINE)
+        stranger.quorum.call_one(0, RankAsk(0, "", False, 0)).get(DEADLINE)
     stranger.quorum_moved.call_one(run.quorum).get(DEADLINE)
     assert run.all_ask()[0].rank.replica_world_size == 3
 
@@ -209,7 +209,7 @@ def test_the_quorum_actor_is_killed_while_a_replica_dies_and_members_wait(member
     assert second[0].rank.quorum_id != first.rank.quorum_id
     old.quorum_moved.broadcast(run.quorum)  # it was not dead after all, and is refused all the same
     with pytest.raises(MemberRefusedError, match="the supervisor runs generation 1 of it"):
-        old.quorum.call_one(0, RankAsk(1, "", False, 0), "").get(DEADLINE)
+        old.quorum.call_one(0, RankAsk(1, "", False, 0)).get(DEADLINE)
 
 
 def test_who_has_missed_an_answer_gets_it_from_what_others_report(members: Any) -> None:
@@ -217,7 +217,7 @@ def test_who_has_missed_an_answer_gets_it_from_what_others_report(members: Any) 
     run.all_ask()
     # Replica 1 has had an answer for step 1; that of replica 0 went down with the actor.
     other = run.procs[-1].spawn("other", MemberActor, 0, 0, 1, run.quorum)
-    lost, got = other.quorum.call_one(0, RankAsk(1, "state of 0 0", False, 0), "store 0"), run.ask(1, 1)
+    lost, got = other.quorum.call_one(0, RankAsk(1, "state of 0 0", False, 0)), run.ask(1, 1)
     assert lost.get(DEADLINE).serial == got.get(DEADLINE).serial
     run.kill(run.quorum_procs)
     asked = run.ask(0, 1)  # of an actor that does not answer any more

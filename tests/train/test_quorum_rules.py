@@ -197,9 +197,7 @@ def test_who_is_dead_is_left_out_as_by_torchft() -> None:
             theirs.managers[dead].shutdown()
         later = {name: theirs.ask(name, Ask(step), False)[0] for name, step in (("c", 1), ("a", 0))}
         previous = quorum_of(tuple(Member(name, 0) for name in ids), None, 1, 1)
-        asking = {
-            name: Asking(Member(name, step, store_address=f"store-{name}"), 0.0) for name, step in (("c", 1), ("a", 0))
-        }
+        asking = {name: Asking(Member(name, step, store=f"store-{name}"), 0.0) for name, step in (("c", 1), ("a", 0))}
         assert isinstance(decide(asking, ids, previous, 2, 10.0, 0.0), Waiting)
         verdict = decide(asking, ["a", "c"], previous, 2, 10.0, 0.0)
         assert not isinstance(verdict, Waiting)
