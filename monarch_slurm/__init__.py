@@ -3,7 +3,7 @@
 The layers, each of which imports only those below it:
 
 - ``cli``: the ``monarch-slurm`` command
-- ``train``: fault-tolerant training: replicas, Lighthouse, DiLoCo, failure injection, reports
+- ``train``: fault-tolerant training: replicas, quorums, DiLoCo, failure injection, reports
 - ``job``: where hosts come from: local processes, Slurm
 - ``controller``: waiting for hosts, restart policy, journal
 - ``rdma``, ``collectives``: moving memory and tensors between procs

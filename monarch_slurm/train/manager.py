@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 JOURNAL = "journal.jsonl"
 
-START_TIMEOUT = 120.0
+START_TIMEOUT = 300.0
 """Seconds for whoever forms the quorums and for the supervisors to start, imports included."""
 
 _TICK = 0.25
