@@ -33,7 +33,7 @@ class Member:
     world_size: int = 1
     shrink_only: bool = False
     commit_failures: int = 0
-    store: Any = None
+    store: Any = field(default=None, compare=False, repr=False)
     metadata: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
 

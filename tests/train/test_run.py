@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,9 @@ import psutil
 import pytest
 from support import wait_until
 from terminal import Terminal
+
+from monarch_slurm.train.config import TrainConfig
+from monarch_slurm.train.fault_tolerance import start_lighthouse
 
 pytestmark = [pytest.mark.slow, pytest.mark.train]
 
@@ -295,6 +299,42 @@ def test_a_killed_supervisor_is_started_again_and_its_replica_comes_back(tmp_pat
     (failure,) = report["failures"]
     assert (failure["replica"], failure["outcome"], failure["exit"]) == (1, "recovered", "Killed(sig=9)")
     assert "its supervisor failed" in failure["cause"]
+    assert not left_behind(tmp_path)
+
+
+def speaks_grpc(address: tuple[str, int], timeout: float) -> bool:
+    """Whether a listener answers the beginning of HTTP/2 with its own settings, as every server of gRPC does."""
+    with socket.create_connection(address, timeout=timeout) as connection:
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
+        connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            return connection.recv(64)[3:9] == b"\x04" + bytes(5)
+    return False
+
+
+def test_no_server_of_torchft_and_no_tcp_store_listens_in_a_run(tmp_path: Path) -> None:
+    server, url = start_lighthouse("127.0.0.1", TrainConfig())
+    assert speaks_grpc(("127.0.0.1", int(url.rpartition(":")[2])), 60.0)
+    server.shutdown()
+    options = ["--replicas", "2", "--procs-per-replica", "2", "--sync-every", "5", *PATIENT]
+    process = start(tmp_path, *options, "--tokens", "100000000")
+    wait_for_syncs(tmp_path, process, 4)
+    listeners: dict[str, list[tuple[str, int]]] = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        found = [c.laddr for c in child.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        listeners[child.name()] = [(address.ip, address.port) for address in found]
+    trainers = {name: found for name, found in listeners.items() if "trainer" in name}
+    assert len(trainers) == 4, listeners
+    assert not [name for name, found in listeners.items() if found and name not in trainers], listeners
+    for name, found in trainers.items():
+        # The state transfer, and Gloo for the other replica and for the other rank of this one.
+        assert 1 <= len(found) <= 3, (name, found)
+        assert {address for address, _ in found} == {"127.0.0.1"}
+        for address in found:
+            assert not speaks_grpc(address, 2.0), (name, address)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
     assert not left_behind(tmp_path)
 
 
