@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from monarch_slurm.actor import Actor, Channel, Port, endpoint
-from monarch_slurm.interpreter import module_command, python_environment
+from monarch_slurm.interpreter import GIVEN_PATH_VARIABLE, SAFE_PATH, python_environment
 from monarch_slurm.wire.task_limits import start_thread
 
 if TYPE_CHECKING:
@@ -29,6 +29,17 @@ _READ_BYTES = 64 * 1024
 _LOOK_SECONDS = 0.2
 _GRACE_SECONDS = 1.0
 """What a shell that is told to end may take before it is told more firmly."""
+
+
+_BECOME_SHELL = (
+    f"{SAFE_PATH}import fcntl, os, signal, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    f"path = os.environ.pop({GIVEN_PATH_VARIABLE!r}, None); path is None or os.environ.update(PYTHONPATH=path); "
+    "os.execvp(sys.argv[1], sys.argv[1:])"
+)
+"""A session of its own with the pty as its terminal, without forking by hand in a process that has threads. Procs
+ignore Ctrl-C, and what they start would, too. It imports nothing of this package, so that the shell is there
+at once."""
 
 
 class ShellActor(Actor):
@@ -42,10 +53,10 @@ class ShellActor(Actor):
         self._terminal, theirs = pty.openpty()
         self._set_size(rows, columns)
         shell = env.get("SHELL") or os.environ.get("SHELL") or shutil.which("bash") or "/bin/sh"
-        command = module_command("monarch_slurm.job.pty_shell", shell, "-i")
+        command = [sys.executable, "-c", _BECOME_SHELL, shell, "-i"]
         self._process = subprocess.Popen(
             command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=workdir,
-            env=python_environment({**os.environ, "TERM": "xterm-256color", **env}, find_package=True),
+            env=python_environment({**os.environ, "TERM": "xterm-256color", **env}),
         )  # fmt: skip
         os.close(theirs)
         start_thread(threading.Thread(target=self._forward, args=(output,), daemon=True))
