@@ -113,13 +113,18 @@ def reply(address: str, port: int, *parts: bytes) -> bytes:
 
 
 def listed() -> dict[tuple[str, str], str]:
-    """The table of listeners on the page: process and answer to a stranger, with the listener's name."""
+    """The page's table of listeners, but for those that an option opens: process and answer, with the name."""
     page = (REPOSITORY / "site" / "security.md").read_text()
     table = page.partition("\n## Listeners\n")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
     head, _, *body = rows
     name, process, answer = (head.index(title) for title in ("Listener", "Process", "A stranger gets"))
-    return {(kind.strip(), row[answer]): row[name] for row in body for kind in row[process].split(",")}
+    return {
+        (kind.strip(), row[answer].partition(";")[0]): row[name]
+        for row in body
+        for kind in row[process].split(",")
+        if not row[name].startswith("with `--")
+    }
 
 
 def unlisted(found: list[Listener]) -> list[tuple[Listener, str]]:
@@ -133,13 +138,12 @@ def unlisted(found: list[Listener]) -> list[tuple[Listener, str]]:
 def attack(
     listening: list[Listener], pids: list[int], folders: list[Path], within: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Try all of `attacks` as another user; return what was found that should not be, but for what the page tells.
+    """Try all of `attacks` as another user; return what was found that should not be.
 
     Args:
         within: a command that it is started by, such as one that enters the namespaces of another host.
     """
-    open_to_all = {listener.port for listener in listening if answer_of(listener).startswith("everything")}
-    targets = [f"{listener.address}:{listener.port}" for listener in listening if listener.port not in open_to_all]
+    targets = [f"{listener.address}:{listener.port}" for listener in listening]
     lists = [",".join(map(str, values)) for values in (targets, pids, folders)]
     command = [*within, sys.executable, str(Path(__file__).with_name("attacks.py")), str(STRANGER), *lists]
     path = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])
