@@ -20,6 +20,7 @@ BENCH = REPOSITORY / "bench"
 SMALLEST = {
     "actors.py": ["--groups", "latency,mesh_call", "--passes", "1", "--scale", "0.01"],
     "busy_machine.py": ["--seconds", "2", "--load", "4", "--large-mb", "20", "--stop-seconds", "0.2", "--pause", "0.5"],
+    "flood.py": ["--connections", "40", "--seconds", "0.2", "--passes", "1", "--modes", "idle,garbage"],
     "payloads.py": ["--sizes", "2", "--passes", "1"],
     "rdma.py": ["host", "--runs", "1"],
     "recovery.py": ["--injections", "1", "--kinds", "kill"],

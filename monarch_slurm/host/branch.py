@@ -277,12 +277,13 @@ class _Door:
         self._on_fold = on_fold
         self._context = make_context()  # one of its own: a context has one gatekeeper
         router = make_router(self._context)
+        self._gatekeeper = Gatekeeper(self._context, router, keys, "an agent's port for agents below")
         try:
             self.endpoint = bind_tcp(router, ip, keys)
         except MonarchSlurmError:
+            self._gatekeeper.close()
             self._context.destroy(linger=0)
             raise
-        self._gatekeeper = Gatekeeper(self._context, router, keys)
         self._gatekeeper.attach(loop)
         self._link = Link(loop, router, self._take, self._fault, endpoints=lambda: (self.endpoint,))
         self._expected: dict[str, _Below] = {}

@@ -119,7 +119,7 @@ class Hub:
         """Hosts whose connection ends at a process in between: what this kernel knows of it tells nothing of them."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq_context()
         router = make_router(self._context)
-        self._gatekeeper = Gatekeeper(self._context, router, keys)
+        self._gatekeeper = Gatekeeper(self._context, router, keys, "the controller's port")
         loop.call_soon(lambda: self._gatekeeper.attach(loop))
         self._link = AgentLinks(
             loop, router, self._from_agent, self._agent_fault, self._agent_closed, self._quickly_from_agent,

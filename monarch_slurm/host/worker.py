@@ -30,7 +30,16 @@ from monarch_slurm.inherited import open_standard_descriptors, report_children
 from monarch_slurm.wire import BindError, Gatekeeper, Invitation, JobKeys, Loop, pack, unpack
 from monarch_slurm.wire.limits import LimitError
 from monarch_slurm.wire.plain import UnpackError
-from monarch_slurm.wire.sockets import BACKLOG, bind, guard_with_curve, make_router, only_this_user
+from monarch_slurm.wire.sockets import (
+    BACKLOG,
+    bind,
+    bind_listener,
+    guard_with_curve,
+    keep_silent_ones,
+    listen_quietly,
+    make_router,
+    only_this_user,
+)
 from monarch_slurm.wire.system_calls import check_system_calls
 from monarch_slurm.wire.task_limits import zmq_context
 
@@ -69,7 +78,7 @@ class Worker:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq_context()
         self._router = make_router(self._context)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-        self._gatekeeper = Gatekeeper(self._context, self._router, keys)
+        self._gatekeeper = Gatekeeper(self._context, self._router, keys, "a worker's port")
         guard_with_curve(self._router, keys)
         try:
             _listen(self._router, address.bind)
@@ -224,14 +233,11 @@ def _listen(router: zmq.Socket[bytes], url: str) -> None:
         ip = resolve(host)
     except OSError as error:
         raise BindError(f"cannot listen on {url}: {error.strerror}") from None
-    if ":" in ip:
-        router.setsockopt(zmq.IPV6, 1)
-        ip = f"[{ip}]"
-    if port.startswith("fd"):
-        fd = int(port[2:])
-        port = str(_listen_on(fd, url))
-        router.setsockopt(zmq.USE_FD, fd)
-    bind(router, f"tcp://{ip}:{'*' if port == '0' else port}")
+    try:
+        listener = _inherited(int(port[2:]), url) if port.startswith("fd") else listen_quietly(ip, int(port))
+    except OSError as error:
+        raise BindError(f"cannot listen on {url}: {error.strerror}") from None
+    bind_listener(router, listener)
 
 
 def _check_free(url: str) -> None:
@@ -246,8 +252,8 @@ def _check_free(url: str) -> None:
         raise BindError(f"cannot listen on {url}: {os.strerror(errno.EADDRINUSE)}")
 
 
-def _listen_on(fd: int, url: str) -> int:
-    """Have the bound TCP socket ``fd`` listen, unless it does; return its port.
+def _inherited(fd: int, url: str) -> sockets.socket:
+    """Return the bound TCP socket ``fd``, which listens from here on.
 
     Raises:
         BindError: it is none.
@@ -258,13 +264,15 @@ def _listen_on(fd: int, url: str) -> int:
         raise BindError(f"cannot listen on {url}: descriptor {fd}: {error.strerror}") from None
     try:
         is_tcp = inherited.family in (sockets.AF_INET, sockets.AF_INET6) and inherited.type == sockets.SOCK_STREAM
-        port: int = inherited.getsockname()[1] if is_tcp else 0
-        if not port:
-            raise BindError(f"cannot listen on {url}: descriptor {fd} is no TCP socket that is bound to a port")
+        if not is_tcp or not inherited.getsockname()[1]:
+            raise BindError(f"cannot listen on {url}: descriptor {fd} is no TCP socket that is bound to a port")  # noqa: TRY301
+        keep_silent_ones(inherited)
         if not inherited.getsockopt(sockets.SOL_SOCKET, sockets.SO_ACCEPTCONN):
             inherited.listen(BACKLOG)
-        return port
     except OSError as error:
-        raise BindError(f"cannot listen on {url}: descriptor {fd}: {error.strerror}") from None
-    finally:
         inherited.detach()
+        raise BindError(f"cannot listen on {url}: descriptor {fd}: {error.strerror}") from None
+    except BindError:
+        inherited.detach()
+        raise
+    return inherited

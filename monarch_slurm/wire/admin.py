@@ -18,9 +18,10 @@ from typing import Any
 import zmq
 
 from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.wire.gatekeeper import Gatekeeper
 from monarch_slurm.wire.keys import Invitation, JobKeys, KeyFileError, read_invitation, write_invitation
 from monarch_slurm.wire.loop import Loop
-from monarch_slurm.wire.sockets import Gatekeeper, bind_tcp, connect_tcp, make_dealer, make_router
+from monarch_slurm.wire.sockets import bind_tcp, connect_tcp, make_dealer, make_router
 from monarch_slurm.wire.task_limits import zmq_context
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class AdminServer:
         self._socket = make_router(self._context)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_QUESTION_BYTES)
         keys = JobKeys.make()
-        self._gatekeeper = Gatekeeper(self._context, self._socket, keys)
+        self._gatekeeper = Gatekeeper(self._context, self._socket, keys, "the port for questions")
         address = bind_tcp(self._socket, ip, keys)
         self._pool = ThreadPoolExecutor(ANSWER_THREADS, "monarch-admin")
         self._loop.call_soon(self._attach)

@@ -103,6 +103,14 @@ class Admission(Generic[Key]):
         """Drop a connection that has proved itself, or is gone; return its origin, None if it was not known."""
         return self._drop(key)[1] if key in self._waiting else None
 
+    def origins(self) -> set[Origin]:
+        """Return where those that wait come from."""
+        return {waiting.origin for waiting in self._waiting.values()}
+
+    def seconds_waited(self, key: Key, now: float) -> float:
+        """Return how long a connection has been here; 0 if it is not known."""
+        return now - self._waiting[key].since if key in self._waiting else 0.0
+
     def overdue(self, now: float) -> list[tuple[Key, Origin]]:
         """Return the connections whose time is up, which have to be closed, and drop them."""
         closed = []
@@ -113,6 +121,11 @@ class Admission(Generic[Key]):
             if not self._is_proved(key):
                 closed.append((key, waiting.origin))
         return closed
+
+    def all_unproved(self) -> list[tuple[Key, Origin]]:
+        """Return all connections, which have to be closed, and drop them."""
+        everybody = [self._drop(key) for key in list(self._waiting)]
+        return [(key, origin) for key, origin in everybody if not self._is_proved(key)]
 
     def seconds_left(self, now: float) -> float | None:
         """Return the seconds until `overdue` has to be asked; None while nobody waits."""

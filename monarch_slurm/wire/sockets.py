@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import logging
+import errno
 import os
-import time
-from collections.abc import Callable
+import socket as sockets
 
 import zmq
-import zmq.utils.z85
-from zmq.utils.monitor import parse_monitor_message
 
 from monarch_slurm.errors import MonarchSlurmError
 from monarch_slurm.wire.frames import MAX_HEADER_BYTES, MAX_PART_BYTES
 from monarch_slurm.wire.keys import Invitation, JobKeys
-from monarch_slurm.wire.limits import descriptor_limit, open_socket
-from monarch_slurm.wire.loop import Loop
+from monarch_slurm.wire.limits import open_socket
 from monarch_slurm.wire.ports import none_free, ports_to_try
-
-logger = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = MAX_HEADER_BYTES + MAX_PART_BYTES
 """Larger frames are refused before there is memory for them, whoever announces them."""
 
-HANDSHAKE_MS = 30_000
-"""A listener hangs up on whoever has not proved itself until then. It is long: an honest agent on a busy machine gets
-little CPU. A stranger costs one descriptor meanwhile, and one line in the log at most."""
+HANDSHAKE_MS = 10_000
+"""A listener hangs up on whoever has not proved itself until then."""
 
 DIAL_HANDSHAKE_MS = 60_000
 """Whoever dials waits longer than the listener does: if it hung up earlier and dialled again, a listener that was
@@ -34,8 +27,10 @@ stopped would find a queue of connections that nobody wants any more."""
 BACKLOG = 4096
 """Connections that may wait to be taken, as all hosts dial within a moment; the kernel allows net.core.somaxconn."""
 
+SILENT_SECONDS = 10
+"""How long the kernel keeps a connection that says nothing, before this process hears of it."""
+
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-KNOCK_LOG_SECONDS = 10.0
 
 
 class BindError(MonarchSlurmError):
@@ -79,19 +74,61 @@ def bind_tcp(socket: zmq.Socket[bytes], ip: str, keys: JobKeys, port: int = 0) -
     """Listen on ``port`` of ``ip`` (0: an ephemeral one) with CURVE; return the address. `Gatekeeper` decides who may
     talk.
     """
-    if ":" in ip:
-        socket.setsockopt(zmq.IPV6, 1)
-        ip = f"[{ip}]"
     guard_with_curve(socket, keys)
     for choice in [port] if port else ports_to_try():
         try:
-            socket.bind(f"tcp://{ip}:{choice or '*'}")
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EADDRINUSE or port or not choice:
-                raise BindError(f"cannot listen on tcp://{ip}:{choice or '*'}: {error.strerror}") from None
-        else:
-            return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            return bind_listener(socket, listen_quietly(ip, choice))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port or not choice:
+                url = f"tcp://{f'[{ip}]' if ':' in ip else ip}:{choice or '*'}"
+                raise BindError(f"cannot listen on {url}: {error.strerror}") from None
     raise BindError(none_free(ip))
+
+
+def listen_quietly(ip: str, port: int) -> sockets.socket:
+    """Return a socket that listens on ``port`` of ``ip`` (0: an ephemeral one); see `keep_silent_ones`.
+
+    Raises:
+        OSError: it cannot be listened on.
+    """
+    listener = sockets.socket(sockets.AF_INET6 if ":" in ip else sockets.AF_INET, sockets.SOCK_STREAM)
+    try:
+        listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+        listener.bind((ip, port))
+        keep_silent_ones(listener)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def keep_silent_ones(listener: sockets.socket) -> None:
+    """Have the kernel keep connections until their peers, who speak first, have said something."""
+    listener.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_DEFER_ACCEPT, SILENT_SECONDS)
+    listener.setblocking(False)  # others than ZeroMQ may take what waits there, see `Gatekeeper`
+
+
+def bind_listener(socket: zmq.Socket[bytes], listener: sockets.socket) -> str:
+    """Have ZeroMQ take the connections of the TCP socket ``listener``, which it owns from here on; return the address.
+
+    Raises:
+        BindError: that cannot be.
+    """
+    ip, port = listener.getsockname()[:2]
+    if ":" in ip:
+        socket.setsockopt(zmq.IPV6, 1)
+        ip = f"[{ip}]"
+    socket.setsockopt(zmq.USE_FD, listener.fileno())
+    try:
+        bind(socket, f"tcp://{ip}:{port}")
+    except BindError:
+        listener.close()
+        raise
+    finally:
+        socket.setsockopt(zmq.USE_FD, -1)
+    listener.detach()
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 def guard_with_curve(socket: zmq.Socket[bytes], keys: JobKeys) -> None:
@@ -100,7 +137,7 @@ def guard_with_curve(socket: zmq.Socket[bytes], keys: JobKeys) -> None:
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret.encode())
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.server_public.encode())
     socket.setsockopt(zmq.ZAP_DOMAIN, b"monarch_slurm")
-    socket.setsockopt(zmq.BACKLOG, BACKLOG)
+    socket.setsockopt(zmq.BACKLOG, BACKLOG)  # of Unix sockets, where ZeroMQ itself listens
 
 
 def connect_tcp(socket: zmq.Socket[bytes], invitation: Invitation) -> None:
@@ -123,93 +160,3 @@ def bind(socket: zmq.Socket[bytes], address: str) -> None:
         socket.bind(address)
     except zmq.ZMQError as error:
         raise BindError(f"cannot listen on {address}: {error.strerror}") from None
-
-
-class Gatekeeper:
-    """Answers ZeroMQ's question (ZAP, RFC 27) whether a peer may talk: only with the job's agent key.
-
-    libzmq asks before it hands on a single byte of a peer. Peers that do not get as far as that question (no CURVE, a
-    wrong server key, no ZeroMQ at all) are refused by libzmq, and counted here. Everything belongs on the I/O loop that
-    reads ``guarded``.
-
-    Args:
-        guarded: the socket whose peers are asked about.
-        keys: the job's keys.
-    """
-
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        guarded: zmq.Socket[bytes],
-        keys: JobKeys,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._questions = context.socket(zmq.REP)
-        self._questions.setsockopt(zmq.LINGER, 0)
-        self._questions.bind(ZAP_ENDPOINT)
-        self._failures = guarded.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_ACCEPT_FAILED
-        )
-        self._guarded = guarded
-        self._agent_key = zmq.utils.z85.decode(keys.agent_public)
-        self._clock = clock
-        self._last_log = float("-inf")
-        self.refused = 0
-        """Connections so far that ended without a proof of membership."""
-
-    def attach(self, loop: Loop) -> None:
-        """Serve on ``loop``."""
-        for socket, serve in ((self._questions, self._answer), (self._failures, self._note_failures)):
-            loop.add_reader(int(socket.getsockopt(zmq.FD)), serve)
-            serve()
-
-    def close(self) -> None:
-        """Close the sockets; before ``guarded`` is closed, and when the loop does not run any more."""
-        self._guarded.disable_monitor()
-        self._questions.close()
-
-    def _answer(self) -> None:
-        while _readable(self._questions):
-            version, request, domain, address, _identity, mechanism, *credentials = self._questions.recv_multipart()
-            allowed = mechanism == b"CURVE" and credentials == [self._agent_key] and domain == b"monarch_slurm"
-            code, text = (b"200", b"OK") if allowed else (b"400", b"no key of this job")
-            self._questions.send_multipart([version, request, code, text, b"agent" if allowed else b"", b""])
-            if not allowed:
-                self._refused(f"{address.decode(errors='replace')} ({mechanism.decode(errors='replace')})")
-
-    def _note_failures(self) -> None:
-        while _readable(self._failures):
-            event = parse_monitor_message(self._failures.recv_multipart())["event"]
-            if event == zmq.EVENT_ACCEPT_FAILED:
-                self._cannot_accept()
-            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                self._unfinished()
-            else:
-                self._refused("somebody who does not speak as an agent of this job does")
-
-    def _cannot_accept(self) -> None:
-        if self._is_due():
-            logger.error("cannot take another host's connection: %s", descriptor_limit("each host takes one"))
-
-    def _unfinished(self) -> None:
-        # What came was not wrong: it was a port scanner, a stranger that hung up first, an agent that has ended or got
-        # too little CPU, or somebody who looks whether this process still listens (`monarch_slurm.host.doorbell`).
-        self.refused += 1
-        logger.info("a connection ended before its other end had proved that it holds this job's key")
-
-    def _refused(self, who: str) -> None:
-        self.refused += 1
-        if self._is_due():
-            logger.warning(
-                "refused a connection of %s: it does not hold this job's key; %d refused so far", who, self.refused
-            )
-
-    def _is_due(self) -> bool:
-        due = self._clock() - self._last_log >= KNOCK_LOG_SECONDS
-        if due:
-            self._last_log = self._clock()
-        return due
-
-
-def _readable(socket: zmq.Socket[bytes]) -> bool:
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
