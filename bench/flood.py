@@ -90,7 +90,7 @@ class Answerer(Actor):
 def measure(actor: Any, seconds: float) -> dict[str, float]:
     """Return the median and mean seconds of a call, and the calls per second with many on their way; each is measured
     for half of ``seconds``."""
-    times = []
+    times: list[float] = []
     end = time.monotonic() + seconds / 2
     while (began := time.monotonic()) < end or not times:
         actor.answer.call_one(1).get(60)

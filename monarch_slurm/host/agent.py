@@ -48,6 +48,7 @@ from monarch_slurm.wire import (
 )
 from monarch_slurm.wire.arriving import Holding
 from monarch_slurm.wire.keys import write_invitation
+from monarch_slurm.wire.limits import raise_descriptor_limit
 from monarch_slurm.wire.runtime_dir import SOCKET_NAME, sweep_away
 from monarch_slurm.wire.task_limits import zmq_context
 
@@ -87,6 +88,7 @@ class Agent:
         address: str | None = None,
         own_environment: bool = False,
     ) -> None:
+        raise_descriptor_limit()
         self.name = name
         self.host = host
         self.ip = address or address_towards(invitation.address)

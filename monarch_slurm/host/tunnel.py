@@ -1,8 +1,9 @@
 """TCP connections through one connection of packets: what a program outside of a cluster's network reaches it by.
 
 Each end listens, accepts TCP connections and has the other end dial for them. What goes through is not looked at: the
-processes at both ends of a connection authenticate each other. A sender waits when `WINDOW_BYTES` are on their way, so
-a slow connection delays no other one.
+processes at both ends of a connection authenticate each other. A connection has proved itself when it was sent more
+than a stranger is (`STRANGER_BYTES`); until then it counts against the limits of `monarch_slurm.wire.admission`. A
+sender waits when `WINDOW_BYTES` are on their way, so a slow connection delays no other one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from monarch_slurm.wire.admission import PROOF_SECONDS, Admission, StrangerLog
+from monarch_slurm.wire.gatekeeper import STRANGER_BYTES
+from monarch_slurm.wire.guarded_listener import SHORTAGES, ShortageLog
+from monarch_slurm.wire.origin import origin_of
 from monarch_slurm.wire.task_limits import start_thread
 
 logger = logging.getLogger(__name__)
@@ -33,6 +38,8 @@ class _Connection:
     def __init__(self) -> None:
         self.arrived: asyncio.Queue[bytes] = asyncio.Queue()
         self.on_the_way = 0
+        self.sent = 0
+        """Bytes that the process which has connected was sent."""
         self.room = asyncio.Event()
 
 
@@ -54,6 +61,10 @@ class Tunnel:
         self._connections: dict[int, _Connection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._note_exception)
+        self._admission: Admission[int] = Admission(is_proved=self._is_proved)
+        self._strangers = StrangerLog("a tunnel's port", "did not prove themselves to the process at its other end")
+        self._shortages = ShortageLog("a tunnel can take no connection now, and tries again")
         start_thread(threading.Thread(target=self._loop.run_forever, name="monarch-tunnel", daemon=True))
 
     def listen(self, ip: str, to: Target | None) -> int:
@@ -66,6 +77,8 @@ class Tunnel:
 
         async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             number = next(self._numbers)
+            if not self._admit(number, writer):
+                return
             self._connections[number] = _Connection()
             self._send({"op": "open", "id": number, "to": to})
             await self._carry(number, reader, writer)
@@ -84,12 +97,52 @@ class Tunnel:
     def close(self) -> None:
         """End all connections and listeners."""
 
+        self._strangers.flush()
+
         def end() -> None:
             for task in asyncio.all_tasks(self._loop):
                 task.cancel()
             self._loop.call_soon(self._loop.stop)
 
         self._loop.call_soon_threadsafe(end)
+
+    def _admit(self, number: int, writer: asyncio.StreamWriter) -> bool:
+        """Return whether the connection ``number`` may stay; others may have to go for it."""
+        try:
+            origin = origin_of(writer.get_extra_info("socket"))
+        except OSError:  # it has hung up already
+            writer.close()
+            return False
+        gone = self._admission.enter(number, origin, self._loop.time())
+        self._loop.call_later(PROOF_SECONDS, self._end_late)
+        for other, whose in gone:
+            self._strangers.note(whose)
+            self._hang_up(other)
+        if any(other == number for other, _ in gone):
+            writer.close()
+            return False
+        return True
+
+    def _end_late(self) -> None:
+        for number, origin in self._admission.overdue(self._loop.time()):
+            self._strangers.note(origin)
+            self._hang_up(number)
+
+    def _is_proved(self, number: int) -> bool:
+        connection = self._connections.get(number)
+        return connection is not None and connection.sent > STRANGER_BYTES
+
+    def _hang_up(self, number: int) -> None:
+        connection = self._connections.get(number)
+        if connection is not None:
+            connection.arrived.put_nowait(b"")
+
+    def _note_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in SHORTAGES:  # asyncio tries again after a second
+            self._shortages.note(error.errno)
+        else:
+            loop.default_exception_handler(context)
 
     def _take(self, packet: dict[str, Any]) -> None:
         operation, number = packet["op"], packet.get("id", -1)
@@ -131,6 +184,7 @@ class Tunnel:
         try:
             while data := await connection.arrived.get():
                 writer.write(data)
+                connection.sent += len(data)
                 await writer.drain()
                 self._send({"op": "ack", "id": number, "bytes": len(data)})
         except OSError:
@@ -138,6 +192,7 @@ class Tunnel:
         finally:
             sending.cancel()
             del self._connections[number]
+            self._admission.forget(number)
             writer.close()
             self._send({"op": "close", "id": number})
 

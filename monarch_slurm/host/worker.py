@@ -28,7 +28,7 @@ from monarch_slurm.host.start import AgentProcess, start_local_agent
 from monarch_slurm.host.worker_address import WorkerAddress, resolve, split_tcp
 from monarch_slurm.inherited import open_standard_descriptors, report_children
 from monarch_slurm.wire import BindError, Gatekeeper, Invitation, JobKeys, Loop, pack, unpack
-from monarch_slurm.wire.limits import LimitError
+from monarch_slurm.wire.limits import LimitError, raise_descriptor_limit
 from monarch_slurm.wire.plain import UnpackError
 from monarch_slurm.wire.sockets import (
     BACKLOG,
@@ -72,6 +72,7 @@ class Worker:
         open_standard_descriptors()
         report_children()
         check_system_calls()
+        raise_descriptor_limit()
         self._identity = address.identity
         self._name = str(address)
         self._loop = Loop()

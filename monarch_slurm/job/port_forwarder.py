@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from monarch_slurm.actor import Actor, ActorError, Channel, Point, Port, ProcMesh, context, current_rank, endpoint
 from monarch_slurm.actor.context import set_context
+from monarch_slurm.wire.guarded_listener import GuardedListener, Visitor
+from monarch_slurm.wire.limits import LimitError
 from monarch_slurm.wire.task_limits import start_thread
 
 _READ_BYTES = 256 * 1024
-_BACKLOG = 16
+_BACKLOG = 128
+_MOST_PER_ORIGIN, _MOST = 64, 256
+"""Connections that are carried at a time, of one address or user and in all; each takes two threads at either end."""
 
 
 class PortForwarder(Actor):
@@ -111,7 +117,10 @@ class _Listener(Actor):
     """The near end: accepts connections, each on threads of its own."""
 
     def __init__(self, dialers: Any) -> None:
-        self._socket: socket.socket | None = None
+        self._guarded: GuardedListener | None = None
+        self._lock = threading.Lock()
+        self._carried: Counter[str] = Counter()
+        """Connections by where they come from."""
         self._dialer = dialers.slice(**dict(current_rank()))
         self._numbers = 0
 
@@ -120,30 +129,58 @@ class _Listener(Actor):
         """Begin to accept, and return the port."""
         host, port = _split(address(current_rank()) if callable(address) else address)
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        self._socket = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
-        start_thread(threading.Thread(target=self._accept, args=(context(), self._socket), daemon=True))
-        return int(self._socket.getsockname()[1])
+        listening = socket.create_server(where[:2], family=family, backlog=_BACKLOG)
+        self._guarded = GuardedListener(listening, f"the forwarded port {address}", "said nothing, or were too many")
+        start_thread(threading.Thread(target=self._accept, args=(context(), self._guarded), daemon=True))
+        return int(self._guarded.address[1])
 
-    def _accept(self, here: Any, listening: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listening.accept()
-            except OSError:  # closed
-                return
+    def _accept(self, here: Any, guarded: GuardedListener) -> None:
+        while (visitor := guarded.accept()) is not None:
+            group = visitor.origin.group
+            with self._lock:
+                is_full = self._carried[group] >= _MOST_PER_ORIGIN or self._carried.total() >= _MOST
+                if not is_full or visitor.origin.is_own:
+                    self._carried[group] += 1
+                    is_full = False
+            if is_full:
+                visitor.refuse("too many at a time")
+                continue
             self._numbers += 1
-            start_thread(threading.Thread(target=self._carry, args=(here, connection, self._numbers), daemon=True))
+            carry = threading.Thread(target=self._carry, args=(here, visitor, self._numbers), daemon=True)
+            try:
+                start_thread(carry)
+            except LimitError as error:
+                visitor.refuse(str(error))
+                self._end_of(visitor)
 
-    def _carry(self, here: Any, connection: socket.socket, number: int) -> None:
+    def _end_of(self, visitor: Visitor) -> None:
+        with self._lock:
+            self._carried[visitor.origin.group] -= 1
+        visitor.close()
+
+    def _carry(self, here: Any, visitor: Visitor, number: int) -> None:
+        try:
+            self._carry_all(here, visitor, number)
+        finally:
+            self._end_of(visitor)
+
+    def _carry_all(self, here: Any, visitor: Visitor, number: int) -> None:
         set_context(here)
         port, receiver = Channel[bytes].open()
-        with connection:
+        connection = visitor.connection
+
+        def send(data: bytes) -> None:
+            if data:
+                visitor.proved()  # nothing else is asked of it: what it says is for the other end to judge
+            self._send(here, number, data)
+
+        with contextlib.ExitStack() as ends:
+            ends.callback(visitor.close)
             try:
                 self._dialer.open.call_one(number, port).get()
             except Exception:  # nobody listens there: the one who dialled sees its connection closed
                 return
-            sender = threading.Thread(
-                target=_pump, args=(connection, lambda data: self._send(here, number, data)), daemon=True
-            )
+            sender = threading.Thread(target=_pump, args=(connection, send), daemon=True)
             start_thread(sender)
             while data := receiver.recv().get():
                 _deliver(connection, data)
@@ -157,9 +194,8 @@ class _Listener(Actor):
         self._dialer.write.call_one(number, data).get()
 
     def __cleanup__(self, error: Exception | None) -> None:
-        if self._socket is not None:
-            self._socket.shutdown(socket.SHUT_RDWR)  # else the thread that waits in accept keeps it open
-            self._socket.close()
+        if self._guarded is not None:
+            self._guarded.close()
 
 
 def _pump(connection: socket.socket, send: Callable[[bytes], Any]) -> None:

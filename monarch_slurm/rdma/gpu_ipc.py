@@ -40,6 +40,8 @@ Slot = tuple[int, int]
 """Slot and key of a buffer."""
 
 _PEER_CREDENTIALS = struct.Struct("3i")
+_BACKLOG = 128
+"""Connections of others may fill the queue for a moment; they are closed one after the other."""
 _SEND_SECONDS = 30.0
 
 
@@ -253,7 +255,7 @@ class GpuIpc:
         failures: list[Exception] = []
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"\0{name}")
-            listener.listen(1)
+            listener.listen(_BACKLOG)
             listener.settimeout(remaining(deadline))
             ended = threading.Event()
 

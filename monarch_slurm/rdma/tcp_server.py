@@ -6,11 +6,9 @@ Each connection is a generator that runs until its socket would block; it yields
 from __future__ import annotations
 
 import contextlib
-import errno
 import hmac
 import itertools
 import logging
-import math
 import os
 import secrets
 import selectors
@@ -23,19 +21,13 @@ from monarch_slurm.rdma import tcp_protocol as protocol
 from monarch_slurm.rdma.errors import BufferGoneError
 from monarch_slurm.rdma.memory import host_bytes, view_of
 from monarch_slurm.rdma.registry import Entry, Registry
-from monarch_slurm.wire.awake_clock import AwakeClock
+from monarch_slurm.wire.guarded_listener import GuardedListener, Visitor
 from monarch_slurm.wire.ports import listen_tcp
 from monarch_slurm.wire.task_limits import start_thread
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE_SECONDS = 10.0
-CROWDED_SECONDS = 1.0
-"""How long a connection may take to prove itself: a member does it in milliseconds. And how long while others wait."""
-_MAX_STRANGERS = 256
-"""Connections that have not proved themselves; more wait in the kernel."""
-_SHORTAGE_SECONDS = 0.1
-"""How long to wait for descriptors (EMFILE) or memory to be free again."""
+_BACKLOG = 256
 _STEP = 4 * 2**20
 """Bytes of one system call, and of one piece of device memory."""
 _SCRAP = 256 * 1024
@@ -63,62 +55,40 @@ class TcpServer:
         self.secret = secrets.token_bytes(32)
         self.refused = 0
         self._registry = registry
-        self._listeners = [_listen(address) for address in addresses]
-        self.addresses = [listener.getsockname()[:2] for listener in self._listeners]
-        self._crowd = _Crowd()
-        self._workers = [_Worker(index, self._crowd) for index in range(max(1, threads))]
+        self._listeners = [
+            GuardedListener(listen_tcp(address, _BACKLOG), "the port for buffers", "do not know the secret")
+            for address in addresses
+        ]
+        self.addresses = [listener.address[:2] for listener in self._listeners]
+        self._workers = [_Worker(index) for index in range(max(1, threads))]
         self._next = itertools.cycle(self._workers)
-        self._closed = threading.Event()
         for listener in self._listeners:
             start_thread(threading.Thread(target=self._accept, args=(listener,), name="rdma-accept", daemon=True))
 
     def close(self) -> None:
         """Stop listening and drop all connections."""
-        self._closed.set()
         for listener in self._listeners:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
             listener.close()
         for worker in self._workers:
             worker.stop()
 
-    def _accept(self, listener: socket.socket) -> None:
-        is_short = False
-        while True:
-            self._crowd.enter()
-            connection = None
+    def _accept(self, listener: GuardedListener) -> None:
+        while (visitor := listener.accept()) is not None:
             try:
-                connection, address = listener.accept()
-                connection.setblocking(False)
-                tune(connection)
-            except OSError as error:
-                self._crowd.leave()
-                if self._closed.is_set():
-                    return
-                if connection is not None:
-                    connection.close()  # it has hung up already
-                elif error.errno != errno.ECONNABORTED:
-                    if not is_short:
-                        logger.warning("cannot accept connections for buffers for now: %s", error.strerror)
-                    is_short = True
-                    self._closed.wait(_SHORTAGE_SECONDS)
+                visitor.connection.setblocking(False)
+                tune(visitor.connection)
+            except OSError:  # it has hung up already
+                visitor.close()
                 continue
-            is_short = False
-            worker = next(self._next)
-            worker.add(connection, self._serve(connection, address, worker))
+            next(self._next).add(visitor, self._serve(visitor))
 
-    def _serve(self, connection: socket.socket, address: object, worker: _Worker) -> Wants:
-        try:
-            proved = yield from self._handshake(connection)
-        finally:
-            self._crowd.leave()
-        if not proved:
+    def _serve(self, visitor: Visitor) -> Wants:
+        connection = visitor.connection
+        if not (yield from self._handshake(connection)):
             self.refused += 1
-            logger.warning(
-                "refused a connection from %s that does not know the secret; %d so far", address, self.refused
-            )
+            visitor.refuse("another secret")
             return
-        worker.proved(connection)
+        visitor.proved()
         scrap = memoryview(bytearray(_SCRAP))
         header = memoryview(bytearray(protocol.REQUEST.size))
         while True:
@@ -212,52 +182,20 @@ class TcpServer:
         return True
 
 
-class _Crowd:
-    """Counts connections that have not proved themselves. For any thread."""
-
-    def __init__(self) -> None:
-        self._room = threading.BoundedSemaphore(_MAX_STRANGERS)
-        self._waiting = 0
-
-    def enter(self) -> None:
-        """Wait until there is room for one more."""
-        self._waiting += 1  # of the accepting threads, which are few: a count that is wrong for a moment does no harm
-        try:
-            self._room.acquire()
-        finally:
-            self._waiting -= 1
-
-    def leave(self) -> None:
-        """One has proved itself, or is gone."""
-        self._room.release()
-
-    @property
-    def patience(self) -> float:
-        """Seconds that a connection may take to prove itself."""
-        return CROWDED_SECONDS if self._waiting else HANDSHAKE_SECONDS
-
-
 class _Worker:
     """A thread that runs connections."""
 
-    def __init__(self, index: int, crowd: _Crowd) -> None:
-        self._crowd = crowd
+    def __init__(self, index: int) -> None:
         self._selector = selectors.DefaultSelector()
-        self._new: list[tuple[socket.socket, Wants]] = []
+        self._new: list[tuple[Visitor, Wants]] = []
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
         self._stopping = False
-        self._clock = AwakeClock()  # a peer is not late because this process was stopped
-        self._young: dict[socket.socket, float] = {}
-        """Connections that have not proved themselves, and since when."""
         start_thread(threading.Thread(target=self._run, name=f"rdma-serve-{index}", daemon=True))
 
-    def add(self, connection: socket.socket, serve: Wants) -> None:
-        self._new.append((connection, serve))
+    def add(self, visitor: Visitor, serve: Wants) -> None:
+        self._new.append((visitor, serve))
         os.eventfd_write(self._wake_fd, 1)
-
-    def proved(self, connection: socket.socket) -> None:
-        self._young.pop(connection, None)
 
     def stop(self) -> None:
         self._stopping = True
@@ -265,51 +203,38 @@ class _Worker:
 
     def _run(self) -> None:
         while not self._stopping:
-            pause = CROWDED_SECONDS / 2 if self._young else None
-            self._clock.tick()
-            ready = self._selector.select(pause)
-            self._clock.tick(math.inf if pause is None else pause)
-            for key, _ in ready:
+            for key, _ in self._selector.select():
                 if key.fd == self._wake_fd:
                     os.eventfd_read(self._wake_fd)
                 else:
-                    assert isinstance(key.fileobj, socket.socket)
-                    self._step(key.fileobj, key.data, key.events)
+                    visitor, serve = key.data
+                    self._step(visitor, serve, key.events)
             while self._new:
-                connection, serve = self._new.pop()
-                self._young[connection] = self._clock.now
-                self._selector.register(connection, selectors.EVENT_READ, serve)
-                self._step(connection, serve, selectors.EVENT_READ)
-            self._tire_of_strangers()
+                visitor, serve = self._new.pop()
+                self._selector.register(visitor.connection, selectors.EVENT_READ, (visitor, serve))
+                self._step(visitor, serve, selectors.EVENT_READ)
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket):
-                self._end(key.fileobj, key.data)
+            if key.fd != self._wake_fd:
+                self._end(*key.data)
         self._selector.close()
 
-    def _step(self, connection: socket.socket, serve: Wants, events: int) -> None:
+    def _step(self, visitor: Visitor, serve: Wants, events: int) -> None:
         try:
             wanted = next(serve)
         except (StopIteration, EOFError, OSError, BufferGoneError):
-            self._end(connection, serve)
+            self._end(visitor, serve)
             return
         except Exception:
             logger.exception("a TCP transfer failed on the owner's side")
-            self._end(connection, serve)
+            self._end(visitor, serve)
             return
         if wanted != events:
-            self._selector.modify(connection, wanted, serve)
+            self._selector.modify(visitor.connection, wanted, (visitor, serve))
 
-    def _tire_of_strangers(self) -> None:
-        oldest = self._clock.now - self._crowd.patience
-        for connection, since in list(self._young.items()):
-            if since < oldest:
-                self._end(connection, self._selector.get_key(connection).data)
-
-    def _end(self, connection: socket.socket, serve: Wants) -> None:
-        self._young.pop(connection, None)
+    def _end(self, visitor: Visitor, serve: Wants) -> None:
         serve.close()
-        self._selector.unregister(connection)
-        connection.close()
+        self._selector.unregister(visitor.connection)
+        visitor.close()
 
 
 def tune(connection: socket.socket) -> None:
@@ -319,10 +244,6 @@ def tune(connection: socket.socket) -> None:
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
-
-
-def _listen(address: str) -> socket.socket:
-    return listen_tcp(address, 256)
 
 
 def _try(call: object, *arguments: object) -> int:

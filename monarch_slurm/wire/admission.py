@@ -122,6 +122,12 @@ class Admission(Generic[Key]):
                 closed.append((key, waiting.origin))
         return closed
 
+    def forget_proved(self) -> None:
+        """Drop those that have proved themselves by now."""
+        for key in list(self._waiting):
+            if self._is_proved(key):
+                self._drop(key)
+
     def all_unproved(self) -> list[tuple[Key, Origin]]:
         """Return all connections, which have to be closed, and drop them."""
         everybody = [self._drop(key) for key in list(self._waiting)]
@@ -177,17 +183,17 @@ class StrangerLog:
         self.refused = 0
         """Connections so far."""
 
-    def note(self, origin: Origin, detail: str = "") -> None:
-        """Count one connection.
+    def note(self, origin: Origin, detail: str = "", number: int = 1) -> None:
+        """Count a connection, or ``number`` of them.
 
         Args:
             detail: what was wrong with it, if that is known.
         """
         with self._lock:
-            self.refused += 1
+            self.refused += number
             if not self._counts:
                 self._since = self._clock()
-            self._counts[Origin(origin.address, origin.uid)] += 1
+            self._counts[Origin(origin.address, origin.uid)] += number
             if detail:
                 self._details.add(detail)
             if self._timer is None:

@@ -17,7 +17,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from monarch_slurm.errors import MonarchSlurmError
+from monarch_slurm.wire.admission import StrangerLog
+from monarch_slurm.wire.guarded_listener import SHORTAGE_SECONDS, SHORTAGES, ShortageLog
+from monarch_slurm.wire.limits import LimitError
 from monarch_slurm.wire.loop import Loop
+from monarch_slurm.wire.origin import Origin
 from monarch_slurm.wire.plain import UnpackError, pack, unpack
 from monarch_slurm.wire.task_limits import start_thread
 
@@ -25,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PACKET_BYTES = 256 * 2**20
 MAX_SESSIONS = 8
+_BACKLOG = 128
 CONNECT_SECONDS = 3.0
 """What the other end waits for a program to answer."""
 
@@ -124,29 +129,40 @@ class Console:
         self._about = about
         self._handlers = handlers
         self._sessions: set[Session] = set()
+        self._closed = False
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._listener.bind(f"\0{_prefix()}{os.getpid()}-{os.urandom(4).hex()}")
-        self._listener.listen(MAX_SESSIONS)
+        self._listener.listen(_BACKLOG)
         self._listener.setblocking(False)
-        loop.call_soon(lambda: loop.add_reader(self._listener.fileno(), self._accept))
+        self._strangers = StrangerLog("this program's console", f"belong to other users than uid {os.getuid()}")
+        self._shortages = ShortageLog("the console can take no connection now, and tries again")
+        loop.call_soon(self._listen)
+
+    def _listen(self) -> None:
+        if not self._closed:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
 
     def close(self) -> None:
         """Stop listening and hang up. When the loop does not run any more."""
+        self._closed = True
         self._loop.remove_reader(self._listener.fileno())
         self._listener.close()
+        self._strangers.flush()
         for session in list(self._sessions):
             session.close()
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it has hung up again, or this process has no descriptor left
+        except OSError as error:  # it has hung up again, or this process has no descriptor left
+            if error.errno in SHORTAGES:
+                self._shortages.note(error.errno)
+                self._loop.remove_reader(self._listener.fileno())  # or this loop would do nothing else
+                self._loop.call_later(SHORTAGE_SECONDS, self._listen)
             return
-        uid, pid = _peer(connection)
+        uid, _ = _peer(connection)
         if uid not in (os.getuid(), 0):
-            logger.warning(
-                "refused uid %d (pid %d) at this program's console: it belongs to uid %d", uid, pid, os.getuid()
-            )
+            self._strangers.note(Origin("", uid))
             connection.close()
             return
         if len(self._sessions) >= MAX_SESSIONS:
@@ -155,7 +171,12 @@ class Console:
         connection.setblocking(True)
         session = Session(connection)
         self._sessions.add(session)
-        start_thread(threading.Thread(target=self._serve, args=(session,), name="monarch-console", daemon=True))
+        try:
+            start_thread(threading.Thread(target=self._serve, args=(session,), name="monarch-console", daemon=True))
+        except LimitError as error:
+            logger.warning("a terminal is not served: %s", error)
+            self._sessions.discard(session)
+            session.close()
 
     def _serve(self, session: Session) -> None:
         try:

@@ -22,6 +22,7 @@ import os
 import socket
 import struct
 import termios
+from collections import Counter
 
 import zmq
 import zmq.utils.z85
@@ -42,16 +43,10 @@ STRANGER_BYTES = 260
 """What a peer is sent before it has proved itself, at most: libzmq's greeting (64 bytes), CURVE's WELCOME (170) and an
 ERROR (12; RFC 23 and 26). The READY that follows a proof makes it 300 and more."""
 
-_EVENTS = (
-    zmq.EVENT_LISTENING
-    | zmq.EVENT_ACCEPTED
-    | zmq.EVENT_ACCEPT_FAILED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-)
+_EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
 _EVENT = struct.Struct("=hi")
 _LISTENING, _ACCEPTED, _ACCEPT_FAILED = int(zmq.EVENT_LISTENING), int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_ACCEPT_FAILED)
-_DISCONNECTED, _NOT_THE_PROTOCOL = int(zmq.EVENT_DISCONNECTED), int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+_DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
 _BATCH = 256
 """Events that are handled in one round of the loop."""
 
@@ -64,6 +59,15 @@ _AT_ONCE = struct.pack("ii", 1, 0)
 
 _LATE_SECONDS = PROOF_SECONDS - 0.5
 """Whose connection ends so late was hung up on by libzmq."""
+
+_EARLY_SECONDS = 0.2
+"""How long connections that have ended soon are gathered before they are judged."""
+
+_BURST = 16
+"""So many in that time are a stranger's."""
+
+_LOOK_SECONDS = 0.5
+"""Pause between two looks at those that wait."""
 
 _MOST_SHED = 1024
 
@@ -102,9 +106,11 @@ class Gatekeeper:
         self._admission: Admission[int] = Admission(MAX_PER_ORIGIN, MAX_UNPROVED, self._is_proved)
         self._ended: set[int] = set()
         """Connections whose other end had closed them before anybody could look where they came from."""
-        self._fails = False
+        self._early: Counter[Origin] = Counter()
+        """Connections that have ended soon, by where they came from."""
+        self._looks = False
         self._unfinished = 0
-        self._shortages = ShortageLog(name)
+        self._shortages = ShortageLog(f"{name} can take no connection now, and peers try again")
         self.strangers = StrangerLog(name, "did not prove that they hold this job's key")
 
     @property
@@ -129,6 +135,7 @@ class Gatekeeper:
         self._guarded.disable_monitor()
         self._events.close()
         self._questions.close()
+        self._sort_out()
         self._listeners.clear()
         if self._spare is not None:
             os.close(self._spare)
@@ -163,8 +170,6 @@ class Gatekeeper:
                 self._accepted(value)
             elif event == _DISCONNECTED:
                 self._disconnected(value)
-            elif event == _NOT_THE_PROTOCOL:
-                self._fails = True  # what comes next is the end of that connection
             elif event == _ACCEPT_FAILED:
                 failed = True
             elif event == _LISTENING:
@@ -182,8 +187,6 @@ class Gatekeeper:
     def _accepted(self, fd: int) -> None:
         assert self._loop is not None
         now = self._loop.awake
-        for late, origin in self._admission.overdue(now):
-            self._hang_up(late, origin, "")
         connection = self._open(fd)
         if connection is None:
             self._ended.add(fd)
@@ -200,28 +203,50 @@ class Gatekeeper:
             return
         for gone, whose in self._admission.enter(fd, origin, now):
             self._hang_up(gone, whose, "too many at a time")
+        if not self._looks:
+            self._looks = True
+            self._loop.call_later(_LOOK_SECONDS, self._look)
 
     def _disconnected(self, fd: int) -> None:
         if self._spare is None:
             self._spare = _spare()
-        fails, self._fails = self._fails, False
         assert self._loop is not None
         seconds = self._admission.seconds_waited(fd, self._loop.awake)
         origin = self._admission.forget(fd)
         if fd in self._ended:
             self._ended.discard(fd)
             origin = Origin("")
-        if origin is None:
+        elif origin is None:
             return
-        if fails:
-            self.strangers.note(origin, "no greeting of this package")
         elif seconds >= _LATE_SECONDS:
             self.strangers.note(origin, "said too little")
-        else:
-            # What came was not wrong: it was a port scanner, a stranger that hung up first, an agent that has ended, or
-            # somebody who looks whether this process still listens (`monarch_slurm.host.doorbell`).
-            self._unfinished += 1
-            logger.debug("a connection of %s ended soon; whether it had a proof is not known", origin)
+            return
+        if not self._early:
+            self._loop.call_later(_EARLY_SECONDS, self._sort_out)
+        self._early[origin] += 1
+
+    def _sort_out(self) -> None:
+        """Judge those that have ended early: libzmq does not say who has closed a connection, nor why.
+
+        Most are no strangers: agents that have ended, or who looks whether this process still listens
+        (`monarch_slurm.host.doorbell`). Many at a time are, such as those whose first bytes libzmq has refused.
+        """
+        early, self._early = self._early, Counter()
+        if early.total() < _BURST:
+            self._unfinished += early.total()
+            return
+        for origin, number in early.items():
+            self.strangers.note(origin, "closed at once", number)
+
+    def _look(self) -> None:
+        """Look after those that wait, for as long as somebody does."""
+        assert self._loop is not None
+        self._admission.forget_proved()
+        for late, origin in self._admission.overdue(self._loop.awake):
+            self._hang_up(late, origin, "said too little")
+        self._looks = len(self._admission) > 0
+        if self._looks:
+            self._loop.call_later(_LOOK_SECONDS, self._look)
 
     def _hang_up(self, fd: int, origin: Origin, detail: str) -> None:
         connection = self._open(fd)

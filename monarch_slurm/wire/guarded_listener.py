@@ -30,11 +30,13 @@ class ShortageLog:
     """Tells in one line per `LOG_SECONDS` at most that a listener can take no connection now.
 
     Args:
-        listener: what was connected to, such as ``the controller's port``.
+        what: begins the line, such as ``cannot take another host's connection``.
+        needs: why descriptors run out.
     """
 
-    def __init__(self, listener: str) -> None:
-        self._listener = listener
+    def __init__(self, what: str, needs: str = "each connection takes one") -> None:
+        self._what = what
+        self._needs = needs
         self._last = float("-inf")
 
     def note(self, error: int) -> None:
@@ -43,8 +45,8 @@ class ShortageLog:
         if now - self._last < LOG_SECONDS:
             return
         self._last = now
-        why = descriptor_limit("each connection takes one") if error == errno.EMFILE else os.strerror(error)
-        logger.error("%s can take no connection now, and tries again: %s", self._listener, why)
+        why = descriptor_limit(self._needs) if error == errno.EMFILE else os.strerror(error)
+        logger.error("%s: %s", self._what, why)
 
 
 class Visitor:
@@ -111,7 +113,7 @@ class GuardedListener:
         total: int = MAX_UNPROVED,
     ) -> None:
         self.strangers = StrangerLog(name, belongs)
-        self._shortages = ShortageLog(name)
+        self._shortages = ShortageLog(f"{name} can take no connection now, and tries again")
         self._listener = listener
         listener.setblocking(False)
         self.address = listener.getsockname()

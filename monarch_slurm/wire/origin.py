@@ -62,7 +62,7 @@ class Origin:
         who = "" if self.uid is None else f"uid {self.uid}"
         if self.address and who:
             return f"{self.address} ({who})"
-        return self.address or who or "somebody who has hung up"
+        return self.address or who or "an address that could not be read any more"
 
 
 def origin_of(connection: socket.socket) -> Origin:

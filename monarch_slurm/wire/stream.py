@@ -57,6 +57,9 @@ class PeerGoneError(Exception):
 class StrangerError(WireError):
     """The other end of a connection belongs to another user."""
 
+    uid: int | None = None
+    """That user."""
+
 
 def check_peer(connection: socket.socket) -> None:
     """Make sure that the other end belongs to this user; the kernel says so.
@@ -66,7 +69,9 @@ def check_peer(connection: socket.socket) -> None:
     """
     pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid != os.getuid():
-        raise StrangerError(f"the other end belongs to uid {uid} (pid {pid}), not to uid {os.getuid()}")
+        stranger = StrangerError(f"the other end belongs to uid {uid} (pid {pid}), not to uid {os.getuid()}")
+        stranger.uid = uid
+        raise stranger
 
 
 def dial(path: Path) -> socket.socket:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
 import select
 import socket
 from pathlib import Path
 
-from monarch_slurm.wire.limits import descriptor_limit
+from monarch_slurm.wire.admission import StrangerLog
+from monarch_slurm.wire.guarded_listener import SHORTAGES, ShortageLog
+from monarch_slurm.wire.origin import Origin
 from monarch_slurm.wire.runtime_dir import check_private, check_socket_path
 from monarch_slurm.wire.sockets import BindError
 from monarch_slurm.wire.stream import StrangerError, check_peer
-
-logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
 
@@ -35,7 +33,8 @@ class StreamListener:
     def __init__(self, path: Path, epoll: select.epoll, kind: str) -> None:
         check_private(path.parent)
         check_socket_path(path)
-        self._kind = kind
+        self._shortages = ShortageLog(f"cannot take another {kind}'s connection", f"each {kind} takes one")
+        self._strangers = StrangerLog(str(path), "belong to other users")
         self._epoll = epoll
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -56,12 +55,11 @@ class StreamListener:
             connection, _ = self._socket.accept()
             check_peer(connection)
         except StrangerError as error:
-            logger.warning("refused a connection: %s", error)
+            self._strangers.note(Origin("", error.uid))
             connection.close()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                limit = descriptor_limit(f"each {self._kind} takes one")
-                logger.error("cannot take another %s's connection: %s", self._kind, limit)  # noqa: TRY400
+            if error.errno in SHORTAGES:
+                self._shortages.note(error.errno)
                 # Who dials stays in the queue, and would be reported over and over.
                 self._epoll.modify(self.fd, 0)
                 self.paused = True
@@ -76,4 +74,5 @@ class StreamListener:
 
     def close(self) -> None:
         """Listen no more."""
+        self._strangers.flush()
         self._socket.close()
