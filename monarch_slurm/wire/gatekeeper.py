@@ -43,10 +43,16 @@ STRANGER_BYTES = 260
 """What a peer is sent before it has proved itself, at most: libzmq's greeting (64 bytes), CURVE's WELCOME (170) and an
 ERROR (12; RFC 23 and 26). The READY that follows a proof makes it 300 and more."""
 
-_EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
+_EVENTS = (
+    zmq.EVENT_LISTENING
+    | zmq.EVENT_ACCEPTED
+    | zmq.EVENT_ACCEPT_FAILED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
 _EVENT = struct.Struct("=hi")
 _LISTENING, _ACCEPTED, _ACCEPT_FAILED = int(zmq.EVENT_LISTENING), int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_ACCEPT_FAILED)
-_DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
+_DISCONNECTED, _NOT_THE_PROTOCOL = int(zmq.EVENT_DISCONNECTED), int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 _BATCH = 256
 """Events that are handled in one round of the loop."""
 
@@ -108,6 +114,7 @@ class Gatekeeper:
         """Connections whose other end had closed them before anybody could look where they came from."""
         self._early: Counter[Origin] = Counter()
         """Connections that have ended soon, by where they came from."""
+        self._fails = False
         self._looks = False
         self._unfinished = 0
         self._shortages = ShortageLog(f"{name} can take no connection now, and peers try again")
@@ -170,6 +177,8 @@ class Gatekeeper:
                 self._accepted(value)
             elif event == _DISCONNECTED:
                 self._disconnected(value)
+            elif event == _NOT_THE_PROTOCOL:
+                self._fails = True  # what comes next is the end of that connection
             elif event == _ACCEPT_FAILED:
                 failed = True
             elif event == _LISTENING:
@@ -181,8 +190,10 @@ class Gatekeeper:
             self._cannot_accept()
 
     def _note_listener(self, fd: int) -> None:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as listener:
-            self._listeners[fd] = 0 if listener.family == socket.AF_UNIX else listener.getsockname()[1]
+        listener = _copy_of(fd)
+        if listener is not None:
+            with listener:
+                self._listeners[fd] = 0 if listener.family == socket.AF_UNIX else listener.getsockname()[1]
 
     def _accepted(self, fd: int) -> None:
         assert self._loop is not None
@@ -211,6 +222,7 @@ class Gatekeeper:
         if self._spare is None:
             self._spare = _spare()
         assert self._loop is not None
+        fails, self._fails = self._fails, False
         seconds = self._admission.seconds_waited(fd, self._loop.awake)
         origin = self._admission.forget(fd)
         if fd in self._ended:
@@ -218,7 +230,10 @@ class Gatekeeper:
             origin = Origin("")
         elif origin is None:
             return
-        elif seconds >= _LATE_SECONDS:
+        if fails:
+            self.strangers.note(origin, "another key, or no greeting of this package")
+            return
+        if seconds >= _LATE_SECONDS:
             self.strangers.note(origin, "said too little")
             return
         if not self._early:
@@ -273,16 +288,12 @@ class Gatekeeper:
 
         libzmq may close it at any time, and this process may open something else under that number: the address tells.
         """
-        try:
-            copy = socket.socket(fileno=os.dup(fd))
-        except OSError:
+        copy = _copy_of(fd)
+        if copy is None:
             return None
         try:
-            if (
-                copy.family != socket.AF_UNIX
-                and copy.getpeername()
-                and copy.getsockname()[1] in self._listeners.values()
-            ):
+            is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6)
+            if is_tcp and copy.getpeername() and copy.getsockname()[1] in self._listeners.values():
                 return copy
         except OSError:
             pass
@@ -334,6 +345,19 @@ def _monitor(context: zmq.Context[zmq.Socket[bytes]], guarded: zmq.Socket[bytes]
     events.setsockopt(zmq.RCVHWM, 0)  # else the thread that does the I/O would wait for the one that reads these
     events.connect(address)
     return events
+
+
+def _copy_of(fd: int) -> socket.socket | None:
+    """Return a socket under a descriptor of its own; None if it is closed, or something else by now."""
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        return None
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        return None
 
 
 def _spare() -> int | None:

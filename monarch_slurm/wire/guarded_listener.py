@@ -162,6 +162,8 @@ class GuardedListener:
         with self._lock:
             self._closed = True
             if not self._ended:
+                with contextlib.suppress(OSError):
+                    self._listener.shutdown(socket.SHUT_RDWR)  # who dials from here on is refused
                 os.eventfd_write(self._wake_fd, 1)
         self.strangers.flush()
 
