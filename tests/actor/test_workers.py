@@ -172,7 +172,7 @@ def test_another_key_is_refused_and_disturbs_nobody(worker: Callable[..., Worker
     spelled = one.address.replace("127.0.0.1", "localhost")
     with pytest.raises(AttachError, match="it does not take this key"):
         attach_to_workers(private_key=other, workers=[spelled]).initialized.get(DEADLINE)
-    one.said("refused 1 connection")
+    one.said("that did not prove that they hold this job's key")
     actor: Any = hosts.spawn_procs().spawn("actor", PidActor)
     assert actor.pid.call_one().get(DEADLINE) in descendants(one.process.pid)
     hosts.stop().get(DEADLINE)

@@ -266,7 +266,7 @@ def test_strangers_at_the_door_of_an_agent_get_nothing(tree: Tree, tmp_path: Pat
         (
             replace(at_door, agent_public=other.agent_public, agent_secret=other.agent_secret),
             "x#1",
-            "refused 1 connection",
+            "did not prove that they hold this job's key",
         ),
         (at_door, "x#2", "not announced wants casts as x#2"),
     ]:
