@@ -54,7 +54,7 @@ class PayloadListener:
         self._unproved: dict[int, _Unproved] = {}
         self._admission: Admission[_Unproved] = Admission()
         self._strangers = StrangerLog("the port for payload channels", "do not hold the key of a channel")
-        self._shortages = ShortageLog("the port for payload channels")
+        self._shortages = ShortageLog("the port for payload channels can take no connection now, and tries again")
 
     def offer(self, ip: str, opened: Opened, expired: Callable[[], None]) -> tuple[int, ChannelKeys]:
         """Expect a connection at a port of ``ip``, which is returned with the keys of the channel.
