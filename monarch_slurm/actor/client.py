@@ -51,7 +51,7 @@ from monarch_slurm.inherited import (
 from monarch_slurm.interrupts import ignore_interrupts
 from monarch_slurm.prompt import is_at_prompt
 from monarch_slurm.wire import CONTROLLER, Address, JobKeys, Loop, Message, WireError
-from monarch_slurm.wire.limits import LimitError, descriptor_limit
+from monarch_slurm.wire.limits import LimitError, descriptor_limit, raise_descriptor_limit
 from monarch_slurm.wire.runtime_dir import check_runtime_dir
 from monarch_slurm.wire.system_calls import check_system_calls
 from monarch_slurm.wire.task_limits import check_threads, start_thread
@@ -111,6 +111,7 @@ class Client:
         self.records: dict[str, HostRecord] = {}
         self.proc_failures: deque[ProcDown] = deque(maxlen=_REMEMBERED_FAILURES)
         self.started_at = time.time()
+        raise_descriptor_limit()
         keys = JobKeys.make()
         self.hub = Hub(self._loop, keys, self._take, self._host_joined, self._host_down, self._take_at_once)
         self.direct = DirectLinks(

@@ -36,7 +36,6 @@ from monarch_slurm.wire import (
 )
 from monarch_slurm.wire.agent_links import AgentLinks
 from monarch_slurm.wire.arriving import late_frames
-from monarch_slurm.wire.limits import raise_descriptor_limit
 from monarch_slurm.wire.sockets import bind_tcp, make_router
 from monarch_slurm.wire.stream_link import large_parts_in_files
 from monarch_slurm.wire.task_limits import zmq_context
@@ -96,7 +95,6 @@ class Hub:
         on_host_down: Callable[[HostDown], None],
         on_quick: Callable[[Message], bool] = lambda message: False,
     ) -> None:
-        raise_descriptor_limit()
         self._loop = loop
         self._keys = keys
         self._on_message = on_message
