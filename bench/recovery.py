@@ -23,7 +23,6 @@ import tempfile
 import threading
 import time
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +52,24 @@ PEER_HEARTBEAT_TIMEOUT, PEER_JOIN_TIMEOUT = 5.0, 60.0
 def measure(kind: str, injections: int, folder: Path) -> list[dict[str, Any]]:
     """Inject ``injections`` failures of ``kind`` into one run; return the timeline of each."""
     limit = RestartLimit(10_000, 1.0)
-    planned = islice(schedule(EVERY[kind], (kind,), CONFIG.replicas, 1, seed=0, first=2.0), injections)
+    planned = schedule(EVERY[kind], (kind,), CONFIG.replicas, 1, seed=0, first=2.0)
     syncs: dict[tuple[int, int], int] = {}
 
     def watch(item: Event) -> None:
         if item["kind"] == "detected":
-            syncs[item["replica"], item["generation"] + 1] = 0
+            syncs.setdefault((item["replica"], item["generation"] + 1), 0)
         elif item["kind"] == "sync" and item["committed"] and (item["replica"], item["generation"]) in syncs:
             syncs[item["replica"], item["generation"]] += 1
             # The second sync: by then the hashes of the transferred state have been told, too.
             recovered = sum(count >= 2 for count in syncs.values())
-            if recovered == injections:
+            if recovered >= injections:
                 run.stop(f"{injections} failures recovered")
 
     folder.mkdir()
     run = Run(CONFIG, folder, None, RestartPolicy(mesh=limit, hosts=limit, backoff=0.0), planned, watch)
-    return [failure.to_dict() for failure in failures(run.run())]
+    # On a busy machine a replica may fail again before it has recovered, so there may be more.
+    found = [failure for failure in failures(run.run()) if failure.outcome == "recovered"]
+    return [failure.to_dict() for failure in found[:injections]]
 
 
 class Peer:
