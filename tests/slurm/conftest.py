@@ -14,6 +14,7 @@ import pytest
 from slurm_nodes import ROOT, Cluster, wait_until
 
 from monarch_slurm.job.folder import FOLDER_VARIABLE
+from monarch_slurm.wire.runtime_dir import sweep_away
 
 NO_SLURM = "MONARCH_SLURM_TEST_NO_SLURM"
 COMMANDS = ("slurmctld", "slurmd", "slurmdbd", "mariadbd", "munged", "sbatch", "ip", "nsenter")
@@ -69,6 +70,8 @@ def cluster(_cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     wait_until(lambda: not any(map(_cluster.processes, _cluster.nodes)), "nothing of ours to be left on the nodes", 10)
     wait_until(lambda: not of_jobs_in(tmp_path), "no process of a job of this test to be left on any machine", 10)
     if _cluster.losses == losses:  # a lost node cannot clean up
+        for folder in sockets.iterdir():
+            sweep_away(folder)  # as the next start does: Slurm kills here what has not ended after 3 s (KillWait)
         wait_until(lambda: not any(sockets.iterdir()), "no folder of sockets to be left", 10)
     shutil.rmtree(sockets)
 
