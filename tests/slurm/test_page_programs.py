@@ -21,15 +21,14 @@ def test_a_job_whose_program_calls_the_hosts_of_its_allocation(cluster: Cluster)
     submit = program("slurm.md", 0)
     assert 'partition="mi300", gpus_per_node=8, ' in submit
     submit = submit.replace('partition="mi300", gpus_per_node=8, ', "").replace('{"trainers": 4}', '{"trainers": 2}')
-    Path("submit.py").write_text(submit.replace("python train.py", f"{sys.executable} train.py"))
-    Path("train.py").write_text(
-        "import os\n" + program("salloc.md", 0) + "print('procs', dict(procs.sizes), flush=True)\n"
+    Path("submit.py").write_text(
+        submit.replace("python train.py", f"{sys.executable} train.py") + "\nprint(job.job_id)\n"
     )
+    Path("train.py").write_text(program("salloc.md", 0) + "print('procs', dict(procs.sizes), flush=True)\n")
     done = subprocess.run([sys.executable, "submit.py"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    (folder,) = Path("runs").glob("*submit*")
     followed = subprocess.run(
-        [sys.executable, "-m", "monarch_slurm", "logs", "--follow", str(folder)],
+        [sys.executable, "-m", "monarch_slurm", "logs", "--follow", done.stdout.strip()],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert "procs {'hosts': 2, 'gpus': 2}" in followed.stdout, followed.stdout + followed.stderr
