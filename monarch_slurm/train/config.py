@@ -54,8 +54,8 @@ class TrainConfig:
         save_every: committed syncs from one save of the state to the next; 0 saves only when the run is asked to end.
         keep_saves: how many saved states are kept.
         replica_backend: what reduces between replicas: ``gloo``, or ``ccl`` (RCCL, NCCL) for GPUs.
-        verify_state: hash a state that a replica got once more after it was loaded, and the parameters at the end. What
-            is transferred is hashed on both sides in any case, before it is loaded.
+        verify_state: hash the parameters at the end, which should be equal in all replicas. A state that is
+            transferred is hashed on both sides in any case.
         engine: what trains, one of `ENGINES`. For torchtitan ``model``, ``seq_len``, ``batch_size`` and ``tokens``
             follow from its options, and what is said of data, learning rate, decay and gradients counts for nothing.
         engine_options: torchtitan's command line.

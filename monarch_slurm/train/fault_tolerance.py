@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -147,7 +147,7 @@ class ReplicaManager(Manager):
         self.joined = False
         self.trained = 0
         self._emit, self._on_sync = emit, on_sync
-        self._config, self._place, self._verify = config, place, config.verify_state
+        self._config, self._place = config, place
         self._saves: dict[str, Callable[[], Any]] = {}
         self._loads: dict[str, Callable[[Any], None]] = {}
         self._reports: list[tuple[str, Transfer]] = []
@@ -259,18 +259,7 @@ class ReplicaManager(Manager):
         _check_not_lost(self._place.committed_step, self.current_step())
         self.joined = True
         if self._healed:
-            self._verify_received()
-
-    def _verify_received(self) -> None:
-        """Hash the state again as it is now, in the live modules: the transport has hashed what came, before that was
-        loaded. Peers wait for that, but a copy would cost still more.
-        """
-        transfer = self.transport.received.pop()
-        if self._verify:
-            known: Future[str] = Future()
-            known.set_result(state.digest(self.full_state()))
-            transfer = replace(transfer, sha256=known)
-        self._reports.append(("state_received", transfer))
+            self._reports.append(("state_received", self.transport.received.pop()))
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """Decide with the ranks of this replica whether the sync counts."""
