@@ -53,8 +53,8 @@ _EVENTS = (
 _EVENT = struct.Struct("=hi")
 _LISTENING, _ACCEPTED, _ACCEPT_FAILED = int(zmq.EVENT_LISTENING), int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_ACCEPT_FAILED)
 _DISCONNECTED, _NOT_THE_PROTOCOL = int(zmq.EVENT_DISCONNECTED), int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-_BATCH = 256
-"""Events that are handled in one round of the loop."""
+_BATCH = 8
+"""Events that are handled in one round of the loop: what members have sent waits for a few milliseconds at most."""
 
 # struct tcp_info of linux/tcp.h: total_retrans; bytes_acked, bytes_received (Linux 4.1).
 _TOTAL_RETRANS, _BYTES_ACKED = 100, 120
