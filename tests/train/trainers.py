@@ -11,7 +11,6 @@ import os
 import queue
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -202,9 +201,7 @@ def train(request: dict[str, Any]) -> int:
         if steps == request["fail"]:
             raise ArithmeticError("injected\nin a test")
         if steps == request["deaf"]:
-            server = engine._manager.transport._server
-            server.shutdown(socket.SHUT_RDWR)
-            server.close()
+            engine._manager.transport._listener.close()
         if str(steps) in request["holds"]:  # JSON has made the number a text
             tell(number=request["number"], kind="held", step=steps)
             while not Path(request["holds"][str(steps)]).exists():
