@@ -196,7 +196,7 @@ def _load(name: str, platform: str) -> ModuleType:
         _build(recipe, force=False)
     try:
         with open_owned(recipe.target, "to load it") as file:
-            module = _load_open(qualified, file.fileno())
+            module = _load_checked(qualified, recipe.target, file.fileno())
     except FileRefusedError as error:
         raise NativeBuildError(f"{error}, or run `monarch-slurm build-native --force`") from None
     except ImportError as error:
@@ -204,15 +204,22 @@ def _load(name: str, platform: str) -> ModuleType:
             f"{recipe.target}, built by {_builder(recipe)}, cannot be loaded on this machine: {error}; where system "
             "libraries differ, build where they are oldest, or give each kind of machine a MONARCH_SLURM_NATIVE_CACHE"
         ) from error
-    module.__file__ = str(recipe.target)
     return module
 
 
-def _load_open(qualified: str, fd: int) -> ModuleType:
-    """Load a module by its descriptor: what is loaded is what was checked, whoever may rename files meanwhile."""
-    path = f"/proc/self/fd/{fd}"
-    loader = importlib.machinery.ExtensionFileLoader(qualified, path)
-    spec = importlib.util.spec_from_file_location(qualified, path, loader=loader)
+def _load_checked(qualified: str, target: Path, fd: int) -> ModuleType:
+    """Load the module at ``target`` if that still is the file ``fd``, whose owner and mode were checked.
+
+    It is loaded by its own path: the dynamic loader takes two files of one name for one library, and numbers of
+    descriptors in ``/proc/self/fd`` are used again.
+
+    Raises:
+        ImportError: another file is there now, or it cannot be loaded.
+    """
+    if not os.path.samestat(os.fstat(fd), os.stat(target)):
+        raise ImportError("another file has taken its place meanwhile")
+    loader = importlib.machinery.ExtensionFileLoader(qualified, str(target))
+    spec = importlib.util.spec_from_file_location(qualified, target, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
