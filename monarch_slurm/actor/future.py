@@ -182,11 +182,10 @@ class Future(Generic[R]):
 
     def _wait_lazily(self, lazy: Lazy, timeout: float | None) -> bool:
         __tracebackhide__ = True
-        lazy.look(self, on_loop=False)
-        got = self._done
+        got = False
         try:
-            if not got:
-                got = self._wait(timeout)
+            lazy.look(self, on_loop=False)  # a Ctrl-C in here comes when the body has begun
+            got = self._done or self._wait(timeout)
         finally:
             lazy.leave(self, got, on_loop=False)
         return self._done  # it may have come at the last moment

@@ -141,7 +141,7 @@ def test_an_agent_that_may_not_trust_the_folder(folder: Path, agents: Callable[.
     (folder / "controller.json").chmod(0o644)
     agent = agents(folder, "careful")
     assert agent.wait() == 1
-    assert "has mode 0644: others can reach its keys" in agent.text()
+    assert "has mode 0644: others can reach it; refusing its keys" in agent.text()
 
 
 @pytest.mark.parametrize("whom", ["agent", "guardian"])

@@ -71,7 +71,7 @@ def cluster(_cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     wait_until(lambda: not of_jobs_in(tmp_path), "no process of a job of this test to be left on any machine", 10)
     if _cluster.losses == losses:  # a lost node cannot clean up
         for folder in sockets.iterdir():
-            sweep_away(folder)  # as the next start does: Slurm kills here what has not ended after 3 s (KillWait)
+            sweep_away(folder)  # as the next start does: Slurm kills here what has not ended after 10 s (KillWait)
         wait_until(lambda: not any(sockets.iterdir()), "no folder of sockets to be left", 10)
     shutil.rmtree(sockets)
 

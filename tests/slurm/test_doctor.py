@@ -19,6 +19,7 @@ def test_nodes_outside_of_a_job_and_one_that_is_cut_off(cluster: Cluster) -> Non
     assert sorted(told["facts"]) == ["n2", "n3"]
     assert {finding["host"] for finding in told["findings"]} == {"n2", "n3"}
 
+    wait_until(cluster.is_idle, "the end of the step that asked")
     cluster.cut("n3")
     done = subprocess.run([*DOCTOR, "--nodes", "n[2-3]", "--timeout", "5"], capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
