@@ -39,8 +39,8 @@ def test_hosts_procs_and_actors_are_told_while_they_work(
 ) -> None:
     folder = tmp_path / "job"
     publish(folder, address="127.0.0.1")
-    agents(folder, "counted"), agents(folder, "both")
-    hosts = gather_hosts(["counted", "both"], timeout=DEADLINE)
+    agents(folder, "first"), agents(folder, "second")
+    hosts = gather_hosts(["first", "second"], timeout=DEADLINE)
     procs = hosts.spawn_procs({"gpus": 2}, name="trainers")
     sleepers: Any = procs.spawn("sleeper", Sleeper)
     awaits: Any = procs.spawn("awaits", Awaits)
@@ -59,8 +59,8 @@ def test_hosts_procs_and_actors_are_told_while_they_work(
 
     seen = wait_until(busy)
     assert seen["controller"]["pid"] == os.getpid()
-    both = [host for host in seen["hosts"] if host["name"] in ("counted", "both")]
-    assert [(host["name"], host["state"], host["starts"]) for host in both] == [("counted", "up", 1), ("both", "up", 1)]
+    both = [host for host in seen["hosts"] if host["name"] in ("first", "second")]
+    assert [(host["name"], host["state"], host["starts"]) for host in both] == [("first", "up", 1), ("second", "up", 1)]
     rows = sorted((proc for host in both for proc in host["procs"]), key=lambda proc: proc["rank"])
     assert [row["pid"] for row in rows] == pids
     assert {row["state"] for row in rows} == {"running"}
