@@ -9,6 +9,13 @@ class CollectiveError(MonarchSlurmError):
     """An operation or the making of a communicator failed."""
 
 
+class ProofError(CollectiveError):
+    """A rank did not prove that it belongs to the group; no tensor was sent.
+
+    It has ended meanwhile, or a process that is not of the job has connected to a data port in its place.
+    """
+
+
 class PeerLostError(CollectiveError):
     """The communicator was aborted, mostly because a peer is gone. Make it anew among the survivors.
 

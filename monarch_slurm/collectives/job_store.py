@@ -20,6 +20,7 @@ from torch.distributed import DistStoreError, QueueEmptyError
 
 from monarch_slurm.actor import Future, SupervisionError
 from monarch_slurm.collectives.store_actor import KeyTable, StoreActor, table_here
+from monarch_slurm.collectives.torch_gloo import have_groups_prove
 
 _Store: Any = dist.Store  # type: ignore[attr-defined]  # its stub lacks much of what it has
 
@@ -42,6 +43,9 @@ class JobStore(_Store):  # type: ignore[misc]
     text. Once the actor, its proc or its host has ended, or this process is about to, every operation raises it
     at once, those that wait included.
 
+    The ranks of a gloo group that torch makes over such a store prove to each other that they are of the job, before
+    its first operation; if one does not, its making raises `monarch_slurm.collectives.errors.ProofError`.
+
     Each process keeps the stores that it has made until it ends. ``queue_push`` and its like work here, but not through
     ``PrefixStore``.
 
@@ -60,6 +64,7 @@ class JobStore(_Store):  # type: ignore[misc]
         self._actor: Any = actor
         self.set_timeout(timeout)
         os.environ.setdefault(_GLOO_READS_TOGETHER, "1")  # all peers' addresses in one call, not in two each
+        have_groups_prove(JobStore)
         _made.append(self)
 
     def set(self, key: str, value: str | bytes) -> None:

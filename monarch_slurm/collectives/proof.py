@@ -10,11 +10,24 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
+import socket
 from typing import Any
 
-from monarch_slurm.collectives.errors import CollectiveError
+from monarch_slurm.collectives.errors import ProofError
 
 _CODE_BYTES = hashlib.sha256().digest_size
+_SECRET_BYTES = 32
+_KEY = "monarch_slurm/secret"
+
+
+def agree_on_secret(store: Any) -> bytes:
+    """Return the secret of the group that meets at ``store``: that of whichever rank asks first.
+
+    It is as secret as the store: only processes of the job reach a `monarch_slurm.collectives.job_store.JobStore`.
+    """
+    agreed: bytes = store.compare_set(_KEY, "", secrets.token_hex(_SECRET_BYTES))
+    return bytes.fromhex(agreed.decode())
 
 
 def prove(group: Any, rank: int, size: int, secret: bytes, name: str) -> None:
@@ -26,8 +39,8 @@ def prove(group: Any, rank: int, size: int, secret: bytes, name: str) -> None:
         name: of the group; groups with the same secret have different ones.
 
     Raises:
-        CollectiveError: what came from one of them is another code.
-        RuntimeError: none came within the group's timeout, or the connection broke.
+        ProofError: what came from one of them is another code; or none came within the group's timeout, or the
+            connection broke.
     """
     import torch
 
@@ -35,14 +48,21 @@ def prove(group: Any, rank: int, size: int, secret: bytes, name: str) -> None:
     sent = torch.frombuffer(bytearray(codes), dtype=torch.uint8)
     received = torch.empty_like(sent)
     lengths = [_CODE_BYTES] * size
-    group.alltoall_base(received, sent, lengths, lengths).wait()
+    here = f"rank {rank} of {size} on {socket.gethostname()}"
+    try:
+        group.alltoall_base(received, sent, lengths, lengths).wait()
+    except RuntimeError as error:
+        raise ProofError(
+            f"{here} did not get the proofs of all other ranks: one has ended, or a process that is not of the job has "
+            f"connected to a data port in the place of a rank ({error})"
+        ) from error
     found = bytes(received.tolist())
     for peer in range(size):
         code = found[peer * _CODE_BYTES : (peer + 1) * _CODE_BYTES]
         if not hmac.compare_digest(code, _code(secret, name, peer, rank)):
-            raise CollectiveError(
-                f"rank {peer} of {size} did not prove to rank {rank} that it belongs to the group: a stranger has "
-                "connected in its place, or the ranks did not get the same invitation"
+            raise ProofError(
+                f"rank {peer} of {size} did not prove to {here} that it belongs to the group: a process that is not of "
+                "the job has connected to the data port in its place, or the ranks got different secrets"
             )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from monarch_slurm.actor import Actor, current_rank, endpoint
 from monarch_slurm.collectives import StoreActor
 from monarch_slurm.host.identity import ADDRESS_VARIABLE
+from monarch_slurm.host.interfaces import interface_of
 from monarch_slurm.spmd.env_rendezvous import meet_at
 from monarch_slurm.spmd.network import AddrType, get_ipaddr
 from monarch_slurm.wire.ports import listen_tcp
@@ -101,5 +102,11 @@ class SPMDActor(Actor):
             "WORLD_SIZE": self.world_size,
         }
         os.environ.update({name: str(value) for name, value in values.items()})
+        # Where there are other machines, procs have been started with it. Alone on one, gloo would take the address
+        # that the machine's name stands for, which strangers may reach.
+        address = os.environ.get(ADDRESS_VARIABLE)
+        interface = interface_of(address) if address and self.group_world_size == 1 else None
+        if interface is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if store is not None:
             meet_at(store)

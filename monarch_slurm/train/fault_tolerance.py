@@ -33,6 +33,7 @@ import torch
 from monarch_slurm.train.torchft_manager import LOGGER, LighthouseServer, Manager, on_a_free_port  # isort: skip
 from torchft.local_sgd import DiLoCo
 
+from monarch_slurm.collectives.errors import ProofError
 from monarch_slurm.errors import ConfigError, MonarchSlurmError
 from monarch_slurm.train import state
 from monarch_slurm.train.addresses import in_url
@@ -55,6 +56,7 @@ Emit = Callable[..., None]
 _QUORUM_TICK = 0.01  # seconds between two looks of the Lighthouse at who is there
 _WAITING_TICK = 0.1  # seconds between two looks at what else is to be done while a quorum forms
 _LAST_WISH = 3.0  # seconds that a replica without a quorum may still be asked to save
+_UNPROVED_QUORUMS = 5  # in a row, with a member that did not prove that it belongs to it, are no bad luck
 _CONNECT_TIMEOUT = 10.0  # seconds to reach a Lighthouse or a peer's manager
 
 
@@ -218,6 +220,7 @@ class ReplicaManager(Manager):
             QuorumError: it took longer than ``quorum_timeout``.
             StateLostError: nobody in the quorum has the steps that the run had committed.
             UntrustedStateError: the state that came is not what the donor has announced; nothing was loaded.
+            ProofError: quorum after quorum a member did not prove that it belongs to it. A single one costs a sync.
         """
         self._on_sync()
         if torch.cuda.is_available():
@@ -255,6 +258,8 @@ class ReplicaManager(Manager):
             cause = self.errored().original_exception
             if isinstance(cause, UntrustedStateError):
                 raise cause  # the next sync would have to trust the same donor
+            if isinstance(cause, ProofError) and self.group.unproved >= _UNPROVED_QUORUMS:
+                raise ProofError(f"{cause}; so did the last {self.group.unproved} quorums end")
             return
         _check_not_lost(self._place.committed_step, self.current_step())
         self.joined = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -17,6 +18,8 @@ os.environ.setdefault("RUST_LOG", "warn")
 
 from torchft.process_group import ProcessGroupGloo
 
+from monarch_slurm.collectives.errors import ProofError
+from monarch_slurm.collectives.proof import agree_on_secret, prove
 from monarch_slurm.train.meeting import Meeting
 from monarch_slurm.train.torchft_manager import connect
 
@@ -55,6 +58,9 @@ class ReplicaGroup(ProcessGroupGloo):  # type: ignore[misc]  # torchft has no ty
     which lets the failure run round the ring in milliseconds. Gloo has no call for that; it closes its sockets when
     the last reference to any of its collectives is gone, hence `_Work`.
 
+    Before the first collective the members prove to each other that they have met at the same store. If one does not,
+    nothing else is sent, and the next quorum makes another group.
+
     Args:
         address: IP address that the sockets are bound to.
         timeout: seconds that a collective may take.
@@ -63,6 +69,7 @@ class ReplicaGroup(ProcessGroupGloo):  # type: ignore[misc]  # torchft has no ty
 
     Attributes:
         quorum_id: number of the quorum that the group was last made for; -1 before the first.
+        unproved: quorums in a row in which a member did not prove that it belongs to it.
     """
 
     def __init__(self, address: str, timeout: float, connect_timeout: float, meeting: Meeting) -> None:
@@ -72,11 +79,19 @@ class ReplicaGroup(ProcessGroupGloo):  # type: ignore[misc]  # torchft has no ty
         self._connect_timeout = timedelta(seconds=connect_timeout)
         self._works: list[_Work] = []
         self._left: list[tuple[Any, list[Any]]] = []
+        self._name = ""
         self.quorum_id = -1
+        self.unproved = 0
 
     def configure(self, store_addr: str, replica_id: str, rank: int, world_size: int, *more: Any, **named: Any) -> None:
-        """Connect to the members of a new quorum."""
+        """Connect to the members of a new quorum.
+
+        Raises:
+            ProofError: a member did not prove that it belongs to the quorum. All connections are closed.
+            RuntimeError: a member did not come within the time for it.
+        """
         self.hang_up()
+        self._name = replica_id
         self._left = [left for left in self._left if not all(inner.is_completed() for inner in left[1])]
         self.quorum_id = named["quorum_id"] if "quorum_id" in named else more[0]
         if self.meeting.store is None:
@@ -113,11 +128,13 @@ class ReplicaGroup(ProcessGroupGloo):  # type: ignore[misc]  # torchft has no ty
         return True
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> ProcessGroup:
-        options = GlooBackend._Options()  # type: ignore[attr-defined]
-        options._devices = [GlooBackend.create_device(hostname=self._address)]
-        # A member that died since the quorum formed is waited for in vain: that may not take as long as a collective.
-        options._timeout = self._connect_timeout
-        backend = GlooBackend(store, rank, world_size, options)
+        backend, failure = self._connect(store, rank, world_size)
+        if backend is None:
+            self.unproved += 1
+            raise ProofError(
+                f"{self._name} at {self._address} on {socket.gethostname()} left quorum {self.quorum_id}: {failure}"
+            )
+        self.unproved = 0
         backend._set_default_timeout(self._timeout)
         backend._set_sequence_number_for_group()
         kind = ProcessGroup.BackendType.GLOO
@@ -126,3 +143,20 @@ class ReplicaGroup(ProcessGroupGloo):  # type: ignore[misc]  # torchft has no ty
         for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
             group._register_backend(torch.device(device), kind, backend)
         return group
+
+    def _connect(self, store: Store, rank: int, world_size: int) -> tuple[Any, str]:
+        """Return the group; or None and what is wrong, if a member did not prove that it belongs to it.
+
+        An exception would refer to the group, whose sockets would stay open as long as somebody keeps it.
+        """
+        options = GlooBackend._Options()  # type: ignore[attr-defined]
+        options._devices = [GlooBackend.create_device(hostname=self._address)]
+        # A member that died since the quorum formed is waited for in vain: that may not take as long as a collective.
+        options._timeout = self._connect_timeout
+        backend = GlooBackend(store, rank, world_size, options)
+        if world_size > 1:
+            try:
+                prove(backend, rank, world_size, agree_on_secret(store), f"quorum {self.quorum_id}")
+            except ProofError as error:
+                return None, str(error)
+        return backend, ""

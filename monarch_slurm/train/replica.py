@@ -57,6 +57,7 @@ def open_replica(place: Place, timeout: float, *, always_group: bool = False) ->
     Raises:
         ConfigError: ``place`` names addresses that this host does not have, or the store's port is taken.
         torch.distributed.DistError: a rank did not come.
+        ProofError: a rank of a Gloo group did not prove that it belongs to the replica. At a TCP store none has to.
     """
     device = _device(place)
     wait = timedelta(seconds=timeout)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import encodings.idna  # noqa: F401 - a stranger may not be able to read Python's own files
 import os
-import select
 import socket
 import struct
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support import DEADLINE, wait_until
+from gloo_stranger import HEADS, as_stranger, join_behind_a_stranger, listening
+from support import DEADLINE
 
 torch = pytest.importorskip("torch")
 
@@ -22,49 +19,10 @@ from torch.distributed import TCPStore  # noqa: E402
 
 from monarch_slurm.actor import Actor, endpoint, this_host  # noqa: E402
 from monarch_slurm.collectives import CollectiveError, Communicator, Invitation, invite  # noqa: E402
+from monarch_slurm.collectives.errors import ProofError  # noqa: E402
 
-NOBODY = 65534
 ANSWER_S = 1.0
 """How long a stranger waits for an answer; the TCPStore beside it answers in less."""
-
-
-def listening(pid: int | str = "self") -> set[int]:
-    """TCP ports at which a process listens, on whatever address."""
-    inodes = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            inodes.add(os.readlink(entry))
-        except FileNotFoundError:
-            continue
-    found = set()
-    for table in ("tcp", "tcp6"):
-        rows = [line.split() for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]]
-        found |= {
-            int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in inodes
-        }
-    return found
-
-
-def as_stranger(body: Callable[[], str]) -> str:
-    """Run ``body`` in a process of another user, who has nothing of this program's; return what it returns."""
-    told, tell = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            if os.getuid() == 0:
-                os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
-            os.write(tell, body().encode())
-        except BaseException as error:
-            os.write(tell, repr(error).encode())
-        finally:
-            os._exit(0)
-    os.close(tell)
-    with open(told) as file:
-        text = file.read()
-    os.waitpid(pid, 0)
-    return text
 
 
 def is_tcp_store(port: int) -> bool:
@@ -115,57 +73,28 @@ def test_a_stranger_in_the_place_of_a_late_rank_gets_nothing_and_is_noticed() ->
 def take_the_place_of_rank_1() -> bool:
     """Have a stranger connect to rank 0 before rank 1 does; return whether it was taken for rank 1."""
     invitation, keys = invite("gloo")
-    before = listening()
-    done, finish = os.pipe()
-    reading, writing = os.pipe()
-    with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(Communicator.join, invitation, 0, 2, timeout_s=4)
-        (port,) = wait_until(lambda: listening() - before, "gloo's port of rank 0")
+    communicators: dict[int, Communicator] = {}
 
-        def connect_first() -> str:
-            # The number of a rank's connection is all that gloo asks for. Whatever it is, this has it.
-            connections = [socket.create_connection(("127.0.0.1", port)) for _ in range(4)]
-            for number, connection in enumerate(connections):
-                connection.sendall(struct.pack("<Q", number))
-            os.write(writing, b"+")
-            os.read(done, 1)
-            for connection in connections:
-                connection.setblocking(False)
-            return str(sum(map(read_all, connections)))
+    def join(rank: int) -> None:
+        communicators[rank] = Communicator.join(invitation, rank, 2, timeout_s=4)
 
-        stranger = pool.submit(as_stranger, connect_first)
-        assert select.select([reading], [], [], DEADLINE)[0], stranger.result(DEADLINE)
-        second = pool.submit(Communicator.join, invitation, 1, 2, timeout_s=4)
-        errors = [rank.exception(DEADLINE) for rank in (first, second)]
-        os.write(finish, b"+")
-        got = int(stranger.result(DEADLINE))
-    for fd in (done, finish, reading, writing):
-        os.close(fd)
+    errors, got = join_behind_a_stranger(join)
     if got == 0 and errors == [None, None]:
-        communicators = [first.result(), second.result()]
         tensors = [torch.ones(1), torch.ones(1)]
-        works = [each.all_reduce(tensor) for each, tensor in zip(communicators, tensors, strict=True)]
+        works = [communicators[rank].all_reduce(tensor) for rank, tensor in enumerate(tensors)]
         for work in works:
             work.wait(DEADLINE)
         assert [tensor.item() for tensor in tensors] == [2.0, 2.0]
-        for each in communicators:
+        for each in communicators.values():
             each.abort("the test is through")
     else:
-        assert got < 200, "no more than the heads of gloo's messages"
+        assert got < HEADS
         for error in errors:
             assert isinstance(error, CollectiveError), error
-            assert "could not reach all peers" in str(error) or "did not prove" in str(error)
+            assert "could not reach all peers" in str(error) or isinstance(error, ProofError)
     assert keys is not None
     keys.close()
     return got > 0
-
-
-def read_all(connection: socket.socket) -> int:
-    """How many bytes have come."""
-    try:
-        return len(connection.recv(1 << 20))
-    except (BlockingIOError, ConnectionResetError):
-        return 0
 
 
 def test_ranks_with_another_secret_do_not_meet() -> None:

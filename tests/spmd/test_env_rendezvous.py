@@ -47,3 +47,30 @@ def test_process_groups_of_the_environment_meet_at_the_store(tmp_path: Path) -> 
     run_spmd(this_host(), [str(program), str(tmp_path)], nproc_per_node=2)
     for rank in range(2):
         assert (tmp_path / str(rank)).read_text() == ", ".join(["JobStore 3.0"] * 3 + ["TCPStore 1.0"])
+
+
+STRANGE = """
+import os, sys
+import torch.distributed as dist
+import monarch_slurm.collectives.torch_gloo as torch_gloo
+
+# What a process does that has come in the place of rank 1, and does not know the secret.
+if os.environ["RANK"] == "1":
+    torch_gloo.agree_on_secret = lambda store: bytes(32)
+found = [os.environ["GLOO_SOCKET_IFNAME"]]
+try:
+    dist.init_process_group("gloo")
+except Exception as error:
+    found.append(f"{type(error).__name__} {error}")
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    file.write(", ".join(found))
+"""
+
+
+def test_a_rank_without_the_secret_of_the_job_gets_no_part(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(STRANGE)
+    run_spmd(this_host(), [str(program), str(tmp_path)], nproc_per_node=2)
+    for rank in range(2):
+        found = (tmp_path / str(rank)).read_text()
+        assert found.startswith(f"lo, ProofError rank {1 - rank} of 2 did not prove to rank {rank} of 2 on "), found

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ from datetime import timedelta
 
 import pytest
 
+from monarch_slurm.collectives.errors import ProofError
 from monarch_slurm.errors import ConfigError
 from monarch_slurm.train.config import Place, TrainConfig
 from monarch_slurm.train.fault_tolerance import QuorumError, ReplicaManager, start_lighthouse
@@ -129,6 +132,49 @@ def test_a_state_that_is_not_the_announced_one_is_not_loaded(monkeypatch: pytest
         sync.result()
     assert loaded == []
     assert joiner.current_step() == 0
+    for manager in managers:
+        manager.close()
+    server.shutdown()
+
+
+def test_a_quorum_without_proofs_costs_a_sync_and_too_many_in_a_row_end_the_trainer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, url = start_lighthouse("127.0.0.1", CONFIG)
+    places = [Place(0, 0, 1, 0, url), Place(1, 0, 1, 0, url)]
+    replicas = [open_replica(place, 5.0) for place in places]
+    managers = [
+        ReplicaManager(CONFIG, place, replica, lambda *_, **__: None, lambda: None, {})
+        for place, replica in zip(places, replicas, strict=True)
+    ]
+    for manager in managers:
+        manager.register_state_dict_fn("w", lambda _: None, lambda: [1.0])
+
+    def sync(manager: ReplicaManager) -> bool:
+        manager.start_quorum()
+        return manager.should_commit()
+
+    def sync_all() -> list[bool | BaseException]:
+        with ThreadPoolExecutor(2) as pool:
+            syncs = [pool.submit(sync, manager) for manager in managers]
+            errors = [each.exception() for each in syncs]
+            return [error or each.result() for error, each in zip(errors, syncs, strict=True)]
+
+    with monkeypatch.context() as strangers:
+        strangers.setattr("monarch_slurm.train.group.agree_on_secret", lambda store: os.urandom(32))
+        assert sync_all() == [False, False]
+    (logged,) = [text for text in caplog.messages if "did not prove" in text]  # one line; both share this process
+    assert re.search(r"replica_00000\d at 127\.0\.0\.1 on \S+ left quorum \d+: rank \d of 2 did not prove", logged)
+    assert sync_all() == [True, True]
+    monkeypatch.setattr("monarch_slurm.train.group.agree_on_secret", lambda store: os.urandom(32))
+    monkeypatch.setattr("monarch_slurm.train.fault_tolerance._UNPROVED_QUORUMS", 3)
+    for manager in managers:
+        manager._quorum_id = -1  # the members are the same, and would keep the group
+    assert sync_all() == [False, False]
+    assert sync_all() == [False, False]
+    for error in sync_all():
+        assert isinstance(error, ProofError)
+        assert "the last 3 quorums" in str(error)
     for manager in managers:
         manager.close()
     server.shutdown()

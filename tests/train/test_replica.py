@@ -12,6 +12,10 @@ import sys
 
 import pytest
 
+from monarch_slurm.actor import Actor, endpoint, this_host
+from monarch_slurm.collectives import StoreActor
+
+DEADLINE_S = 30.0
 RANKS = 3  # does not divide the number of rows of most parameters
 
 
@@ -22,6 +26,43 @@ def test_shards_are_parts_of_the_unsharded_model() -> None:
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")) == ["", *(f"rank {rank} is right" for rank in range(RANKS))]
+
+
+class Rank(Actor):
+    """One rank of a replica whose ranks meet in the keys of an actor."""
+
+    @endpoint
+    def opens(self, rank: int, store: StoreActor, knows_secret: bool) -> str:
+        from monarch_slurm.collectives import torch_gloo
+        from monarch_slurm.collectives.errors import ProofError
+        from monarch_slurm.train.config import Place
+        from monarch_slurm.train.replica import open_replica
+
+        if not knows_secret:
+            torch_gloo.agree_on_secret = lambda store: bytes(32)
+        try:
+            replica = open_replica(Place(0, rank, 2, 0, "", store=store), DEADLINE_S)
+        except ProofError as error:
+            return str(error)
+        total = str(replica.sum([1.0]))
+        replica.close()
+        return total
+
+
+@pytest.mark.parametrize("knows_secret", [True, False])
+def test_a_rank_without_the_secret_gets_no_part_in_a_replica(knows_secret: bool) -> None:
+    pytest.importorskip("torch")
+    procs = this_host().spawn_procs({"rank": 2})
+    store = procs.slice(rank=0).spawn("store", StoreActor)
+    ranks = [procs.slice(rank=rank).spawn("rank", Rank) for rank in range(2)]
+    opening = [each.opens.call_one(rank, store, knows_secret or rank == 0) for rank, each in enumerate(ranks)]
+    found = [each.get(DEADLINE_S) for each in opening]
+    if knows_secret:
+        assert found == ["[2.0]", "[2.0]"]
+    else:
+        for rank, text in enumerate(found):
+            assert text.startswith(f"rank {1 - rank} of 2 did not prove to rank {rank} of 2 on "), text
+    procs.stop().get(DEADLINE_S)
 
 
 def be_rank(rank: int, port: int) -> None:
