@@ -11,7 +11,7 @@ TITAN := $(VENV)-torchtitan
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-here test-slow test-slurm test-rdma test-quick test-torchtitan native lint format bench clean
+.PHONY: demo test test-here test-slurm test-rdma test-quick test-torchtitan native lint format bench clean
 
 demo: $(VENV)/.train
 	$(BIN)/monarch-slurm train --local --replicas 4 --model tiny --tokens 900000 --fail-every 6 --step-deadline 3
@@ -20,18 +20,16 @@ test: $(VENV)/.dev
 	bash tests/install_packages.sh
 	bash tests/native/vendor_headers.sh $(BIN)/python $(VENV)/vendor
 	$(MAKE) lint
-	$(MAKE) --jobs=3 --keep-going --output-sync=target test-slurm test-slow test-here
+	$(MAKE) --jobs=2 --keep-going --output-sync=target test-slurm test-here
 
-# Three lanes, because each mostly waits; the longest is started first.
+# Two lanes: there is one cluster. Tests mostly wait, hence several workers; the tests of a file stay together.
 test-slurm:
 	bash tests/lane.sh $(BIN)/python -m pytest -m "slurm and not slow" tests
 	bash tests/lane.sh $(BIN)/python -m pytest -m "slurm and slow" tests
 
-test-slow:
-	bash tests/lane.sh $(BIN)/python -m pytest -m "slow and not slurm" tests
-
 test-here:
-	bash tests/lane.sh $(BIN)/python -m pytest -m "not slow and not slurm" tests
+	bash tests/lane.sh $(BIN)/python -m pytest --numprocesses 3 --dist loadfile -m "not slow and not slurm" tests
+	bash tests/lane.sh $(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "slow and not slurm" tests
 
 # Only the transfers over soft-RoCE devices, in QEMU guests.
 test-rdma: $(VENV)/.dev
