@@ -41,7 +41,7 @@ test-torchtitan: $(TITAN)/.ready
 	MONARCH_SLURM_TEST_TORCHTITAN=1 $(TITAN)/bin/python -m pytest tests/train/test_titan*.py
 
 test-quick: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow and not slurm and not train" tests
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile -m "not slow and not slurm and not train" tests
 
 # Needs a C++ compiler; PLATFORM=rocm, cuda or none where another is meant than the one found.
 native: $(VENV)/.train
