@@ -36,8 +36,10 @@ def probe_gpus(seconds: float, program: str = _PROBE) -> dict[str, Any]:
         env=python_environment(),
     )
     started = time.monotonic()
+    code: int | None = None  # what it has ended with by itself
     try:
         said, errors = process.communicate(timeout=seconds)
+        code = process.returncode
     except subprocess.TimeoutExpired as late:
         process.kill()  # not waited for: in a driver it may not end
         said, errors = (late.stdout or b"").decode() if isinstance(late.stdout, bytes) else late.stdout or "", ""
@@ -49,8 +51,8 @@ def probe_gpus(seconds: float, program: str = _PROBE) -> dict[str, Any]:
         elif name == "answered":
             answered.append(value)
     error = ""
-    if process.poll() not in (0, None) and len(answered) == seen:
-        error = (errors.strip().splitlines() or [f"the probe ended with {process.returncode}"])[-1]
-    elif seen == 0 and process.poll() is None:
+    if code not in (0, None) and len(answered) == seen:
+        error = (errors.strip().splitlines() or [f"the probe ended with {code}"])[-1]
+    elif seen == 0 and code is None:
         error = f"torch did not say how many GPUs it sees within {time.monotonic() - started:.0f} s"
     return {"seen": seen, "answered": answered, "error": error}
