@@ -115,13 +115,18 @@ def test_who_dies_while_it_asks_is_forgotten() -> None:
     assert set(state.settle(0.0).answers) == {member_name(1, 0), member_name(2, 0)}
 
 
-def test_keys_are_for_donor_and_receiver_alone() -> None:
-    state = started()
-    first = first_quorum(state)
+def ask_after_a_restart(state: QuorumState, first: Quorum) -> None:
+    """Replica 2 has started again and asks without a state; the others have committed a sync since ``first``."""
     state.register(2, 1, 1)
     for replica in (0, 1):
         ask(state, replica, 1, held=known(first))
     ask(state, 2, 0, generation=1)
+
+
+def test_keys_are_for_donor_and_receiver_alone() -> None:
+    state = started()
+    first = first_quorum(state)
+    ask_after_a_restart(state, first)
     answers = state.settle(0.0).answers
     names = [member_name(0, 0), member_name(1, 0), member_name(2, 1)]
     donor, bystander, receiver = (answers[name].keys[0] for name in names)
@@ -220,10 +225,7 @@ def test_the_same_members_keep_their_process_group_across_actors() -> None:
 def test_a_lost_answer_is_given_again_with_the_same_keys() -> None:
     state = started()
     first = first_quorum(state)
-    state.register(2, 1, 1)
-    for replica in (0, 1):
-        ask(state, replica, 1, held=known(first))
-    ask(state, 2, 0, generation=1)
+    ask_after_a_restart(state, first)
     lost = state.settle(0.0).answers  # which only replica 1 has got
     after = make(epoch=1, committed=1)
     for replica, generation in ((0, 0), (1, 0), (2, 1)):

@@ -71,11 +71,11 @@ def listening() -> set[int]:
     }
 
 
-def make(quorums: Quorums | None, lighthouse: str = "") -> Manager:
+def make(quorums: Quorums | None, lighthouse: str = "", address: str = "127.0.0.1", store_port: int = 1) -> Manager:
     return Manager(
         quorums,
-        "127.0.0.1",
-        ("127.0.0.1", 1),
+        address,
+        ("127.0.0.1", store_port),
         lighthouse,
         pg=ProcessGroupDummy(0, 1),
         load_state_dict=None,
@@ -138,22 +138,7 @@ def test_with_torchfts_own_servers_one_address_is_bound() -> None:
 
     server, url = start_lighthouse("127.0.0.1", TrainConfig())
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    manager = Manager(
-        None,
-        "127.0.0.2",
-        ("127.0.0.1", store.port),
-        url,
-        pg=ProcessGroupDummy(0, 1),
-        load_state_dict=None,
-        state_dict=None,
-        min_replica_size=1,
-        use_async_quorum=False,
-        rank=0,
-        world_size=1,
-        replica_id="replica_0",
-        checkpoint_transport=Transport(),
-        init_sync=False,
-    )
+    manager = make(None, url, "127.0.0.2", store.port)
     address = store.get("manager_addr").decode()
     assert address.startswith("http://127.0.0.2:")
     port = int(address.rpartition(":")[2])
